@@ -1,0 +1,1 @@
+"""Nouns and verbs that every layer shares. Nothing here computes."""

@@ -1,0 +1,132 @@
+"""The packed batch: sequences laid end to end, the native form of everything that is trained.
+
+The whole mini-batch lives in host memory on every rank; a device only ever sees the micro-batch
+at work. So global denominators are sums over local tensors, the order of data cannot depend on
+how ranks are laid out, and a backend may deal sequences to data-parallel ranks as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+_TOKEN_FIELDS = (
+    "response_mask",
+    "loss_weights",
+    "advantages",
+    "old_logprobs",
+    "rollout_logprobs",
+    "ref_logprobs",
+)
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """N sequences of T tokens in all, end to end.
+
+    Per-token values at t belong to the token tokens[t]: logprobs[t] is the log-prob of tokens[t]
+    given the tokens before it in its own sequence. The first token of a sequence has none.
+
+    Attributes:
+        tokens: Token ids.
+        cu_seqlens: Boundaries: sequence i is tokens[cu_seqlens[i]:cu_seqlens[i + 1]].
+        response_mask: True on tokens that are trained on. Never True on a first token.
+        sequence_ids: Identity of each sequence; unique within the batch.
+        paired: True where sequences 2i and 2i + 1 are chosen and rejected of one pair.
+        loss_weights: Mask times aggregation weight over the whole mini-batch (losses/aggregate.py);
+            the loss of a mini-batch is the sum of loss_weights * per-token loss.
+        advantages, old_logprobs, rollout_logprobs, ref_logprobs: See DESIGN words in
+            rl_megatron/README.md; None where the algorithm has no use for them.
+
+    Example:
+        Two sequences [5, 6, 7] and [8, 9]; the responses are [7] and [9]:
+        tokens [5, 6, 7, 8, 9], cu_seqlens [0, 3, 5], response_mask [0, 0, 1, 0, 1].
+    """
+
+    tokens: Int[Tensor, " T"]
+    cu_seqlens: Int[Tensor, " N_plus_1"]
+    response_mask: Bool[Tensor, " T"]
+    sequence_ids: Int[Tensor, " N"]
+    paired: bool = False
+    loss_weights: Float[Tensor, " T"] | None = None
+    advantages: Float[Tensor, " T"] | None = None
+    old_logprobs: Float[Tensor, " T"] | None = None
+    rollout_logprobs: Float[Tensor, " T"] | None = None
+    ref_logprobs: Float[Tensor, " T"] | None = None
+
+    def __post_init__(self) -> None:
+        num_tokens = self.tokens.shape[0]
+        assert int(self.cu_seqlens[0]) == 0 and int(self.cu_seqlens[-1]) == num_tokens
+        assert self.sequence_ids.shape[0] == self.num_sequences
+        for name in _TOKEN_FIELDS:
+            value = getattr(self, name)
+            assert value is None or value.shape == (num_tokens,), f"{name} must be [{num_tokens}]"
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        """N."""
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def lengths(self) -> Int[Tensor, " N"]:
+        """Tokens of each sequence."""
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    @property
+    def position_ids(self) -> Int[Tensor, " T"]:
+        """Position of each token in its own sequence."""
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.lengths)
+        return torch.arange(self.num_tokens, device=starts.device) - starts
+
+    @property
+    def segment_ids(self) -> Int[Tensor, " T"]:
+        """Index of the sequence that each token belongs to."""
+        index = torch.arange(self.num_sequences, device=self.cu_seqlens.device)
+        return torch.repeat_interleave(index, self.lengths)
+
+    def token_index(self, sequences: Sequence[int]) -> Int[Tensor, " T_selected"]:
+        """Where in this batch the tokens of the given sequences are, in the order given."""
+        bounds = self.cu_seqlens.tolist()
+        spans = [torch.arange(bounds[i], bounds[i + 1]) for i in sequences]
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
+    def select(self, sequences: Sequence[int]) -> PackedBatch:
+        """The batch of the given sequences (indices into this batch), in the order given."""
+        index = self.token_index(sequences)
+        chosen = torch.tensor(list(sequences), dtype=torch.int64)
+        bounds = torch.zeros(len(sequences) + 1, dtype=self.cu_seqlens.dtype)
+        bounds[1:] = torch.cumsum(self.lengths[chosen], 0)
+        per_token = {
+            name: None if getattr(self, name) is None else getattr(self, name)[index]
+            for name in _TOKEN_FIELDS
+        }
+        return replace(
+            self,
+            tokens=self.tokens[index],
+            cu_seqlens=bounds,
+            sequence_ids=self.sequence_ids[chosen],
+            **per_token,
+        )
+
+    def with_fields(self, **values: Any) -> PackedBatch:
+        """The same batch with some fields set, e.g. `with_fields(old_logprobs=...)`."""
+        return replace(self, **values)
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch with every tensor on `device`."""
+        moved = {
+            f.name: value.to(device)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)

@@ -1,0 +1,103 @@
+"""The verbs: what a recipe asks of a backend, an engine, a weight sync and a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.objective import Objective
+from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
+
+
+class PolicyBackend(Protocol):
+    """How a model is held, scored and stepped. Every method is called by all ranks together."""
+
+    def logprobs(self, batch: PackedBatch) -> Float[Tensor, " T"]:
+        """Log-prob of every token of the whole batch, fp32, on the host, equal on all ranks.
+
+        First tokens of sequences get 0. The run's temperature is applied.
+        """
+        ...
+
+    def train_step(self, batch: PackedBatch, objective: Objective, lr: float) -> dict[str, float]:
+        """One optimiser step on the mini-batch; the loss and metrics of the whole mini-batch.
+
+        `batch` is the whole mini-batch, equal on all ranks. Raises NumericsError, without
+        touching the weights, if the loss or the gradient norm is not finite.
+        """
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state into `folder`, which exists and is empty."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, under this or any other layout."""
+        ...
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to host memory; on a CPU there is nothing to move."""
+        ...
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        ...
+
+    def close(self) -> None:
+        """Release what the backend holds."""
+        ...
+
+
+class RolloutEngine(Protocol):
+    """How text is sampled. Every method is called by all ranks together."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, group_size: int, seed: int
+    ) -> list[Rollout]:
+        """`group_size` rollouts of each prompt, equal on all ranks, ordered by prompt, then sample.
+
+        A rollout depends on (weights, prompt, sampling, seed, sample index) only: not on its
+        neighbours, the layout or the number of ranks.
+        """
+        ...
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+        """Take new weights under their Hugging Face names and forget everything cached."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back memory (KV cache, and weights where they are the engine's own)."""
+        ...
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        ...
+
+    def close(self) -> None:
+        """Release what the engine holds."""
+        ...
+
+
+class WeightSync(Protocol):
+    """How the trainer's weights reach the engine."""
+
+    def push(self, policy_version: int) -> None:
+        """Make the engine sample from the trainer's current weights."""
+        ...
+
+
+class RewardFn(Protocol):
+    """One scalar for one response, from text alone."""
+
+    def __call__(self, prompt: str, response: str, answer: str | None) -> float | None:
+        """The reward, or None where the response cannot be scored (it is then not trained on)."""
+        ...
