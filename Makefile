@@ -1,0 +1,70 @@
+# `make` lists the targets. Everything runs in VENV, made by the first target that needs it.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Installed first: a plain `pip install torch` may bring a newer CUDA build of several GB.
+TORCH ?= torch==2.13.0
+# Settings for `make quickstart`, e.g. LAYOUT="tensor_model_parallel_size=2".
+LAYOUT ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# One thread a process: several ranks share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+SHELL_FILES := $(wildcard slurm/*.sh slurm/*.sbatch .ci/run)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-unit test-distributed check format
+
+help:
+	@echo "make setup             make $(VENV) with everything in it (a few minutes, once)"
+	@echo "make quickstart        a tiny model learns addition: SFT, GRPO, DPO (under 5 minutes)"
+	@echo "                       LAYOUT=\"tensor_model_parallel_size=2 ...\" splits it over ranks"
+	@echo "make test              all tests: test-unit (with the YAMLs), then test-distributed (with e2e)"
+	@echo "make check             format, lint, types, layers, shell scripts, house rules"
+	@echo "make format            rewrite the code in the house format"
+	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
+
+setup: $(READY)
+	@echo "setup: $(VENV) is ready ($$($(BIN)/python -V))"
+
+# A venv that already exists is filled, not made anew.
+$(READY): setup.py pyproject.toml
+	@python="$(PYTHON)"; test ! -x $(BIN)/python || python=$(BIN)/python; \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	echo "PYTHON=$$python is $$($$python -V 2>&1 | tail -n 1); rl_megatron needs Python 3.11 or newer."; \
+	echo "Name a newer one, and another VENV if $(VENV) exists: make setup PYTHON=python3.12"; exit 1; }
+	@echo "setup: installing $(TORCH) and rl_megatron into $(VENV)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+quickstart: $(READY)
+	@echo "quickstart: a tiny model learns addition, by SFT, then GRPO and DPO; results in runs/quickstart"
+	$(BIN)/python tools/quickstart.py $(LAYOUT)
+
+test: test-unit test-distributed
+
+test-unit: $(READY)
+	@echo "test-unit: one process each, and every YAML"
+	$(PYTEST) -n 2 tests/unit tests/recipes
+
+test-distributed: $(READY)
+	@echo "test-distributed: several gloo processes, and the recipes from their command line"
+	$(PYTEST) tests/distributed tests/e2e
+
+check: $(READY)
+	@echo "check: format, lint, types, layers, shell scripts, house rules"
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(if $(SHELL_FILES),$(BIN)/shellcheck $(SHELL_FILES))
+	$(BIN)/python tools/check_house_rules.py
+
+format: $(READY)
+	@echo "format: ruff format, and what ruff check can mend"
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .

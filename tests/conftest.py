@@ -1,0 +1,19 @@
+"""What holds for every test: its marker, one thread, no network."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported by any test: several processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A test that would download something must fail, here and in the processes it starts.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with the name of its folder under tests/."""
+    for item in items:
+        item.add_marker(item.path.relative_to(TESTS).parts[0])

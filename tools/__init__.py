@@ -1,0 +1,1 @@
+"""Small programs around a run: conversion, quickstart, checks."""
