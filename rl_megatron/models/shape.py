@@ -1,0 +1,69 @@
+"""The numbers that make a model: everything that is built or converted is built from these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeScaling = Literal["none", "linear", "llama3"]
+
+
+@dataclass(frozen=True)
+class RopeSettings:
+    """How positions become rotation angles.
+
+    Attributes:
+        theta: Base wavelength.
+        scaling: "none"; "linear" (all angles divided by `factor`); "llama3" (Llama 3.1: long
+            wavelengths divided by `factor`, short ones kept, a smooth ramp between).
+        factor: Divisor of the angles.
+        low_freq_factor, high_freq_factor: llama3: wavelengths above `original_max_position /
+            low_freq_factor` are scaled, below `original_max_position / high_freq_factor` kept.
+        original_max_position: llama3: context length before the extension.
+    """
+
+    theta: float
+    scaling: RopeScaling = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position: int = 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder with RMSNorm, SwiGLU, rotary positions and grouped-query attention.
+
+    Attributes:
+        family: `model_type` of the Hugging Face config; key of `FAMILIES`.
+        num_layers: Decoder layers.
+        hidden_size: Width of the residual stream.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key and value heads; divides the query heads.
+        head_dim: Width of one head; `num_attention_heads * head_dim` need not be `hidden_size`.
+        intermediate_size: Width of the gate (and of the up) projection.
+        vocab_size: Rows of the embedding in the Hugging Face files, padding not counted.
+        norm_eps: Added to the mean square in every RMSNorm.
+        rope: How positions become angles.
+        qkv_bias: Query, key and value projections have biases.
+        qk_norm: Every query and key head is normalised before the rotation.
+        tie_word_embeddings: The head is the embedding.
+        max_position_embeddings: Longest sequence the model was made for.
+        initializer_range: Standard deviation of fresh weights.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    norm_eps: float
+    rope: RopeSettings
+    qkv_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    initializer_range: float
