@@ -1,0 +1,1 @@
+"""Kernels, each behind one door: a function of tensors that picks an implementation."""

@@ -1,0 +1,1 @@
+"""Model families and the modules that Megatron's layers are assembled from."""

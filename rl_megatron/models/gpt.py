@@ -1,0 +1,188 @@
+"""A Megatron GPT built from a `ModelShape`: hidden states in, log-probs out, never logits."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rl_megatron.kernels.linear_logprob import linear_logprob
+from rl_megatron.models.attention import CoreAttention
+from rl_megatron.models.norm import RMSNorm
+from rl_megatron.models.rope import inverse_frequencies
+from rl_megatron.models.sequence import SequenceContext
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.split import padded_vocab_size
+from rl_megatron.parallel import cpu_runtime
+from rl_megatron.parallel.process import Process
+
+
+def transformer_config(
+    shape: ModelShape, process: Process, dtype: torch.dtype, recompute: str = "none"
+) -> TransformerConfig:
+    """Megatron's config of `shape` on the layout of `process`.
+
+    `calculate_per_token_loss` makes Megatron sum gradients over micro-batches and data-parallel
+    ranks and divide by nothing: our losses arrive already divided by their global denominators.
+    """
+    layout = process.layout
+    interleaved = layout.virtual > 1
+    recompute_settings: dict[str, Any] = {}
+    if recompute == "full":
+        recompute_settings = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_key_value_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if interleaved else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        sequence_parallel=layout.sequence_parallel,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        # Batched p2p swaps forward and backward tensors when both neighbours are one rank.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # The default refuses variable lengths.
+        calculate_per_token_loss=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights always come from a checkpoint.
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        **recompute_settings,
+    )
+
+
+def layer_spec(shape: ModelShape) -> Any:
+    """The modules of one layer: Transformer Engine's on a GPU where installed, else Megatron's.
+
+    The core attention is ours in both: it rotates, packs and caches.
+    """
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    if engine and not cpu_runtime.needed():
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        if shape.qk_norm:
+            layer.self_attention.submodules.q_layernorm = RMSNorm
+            layer.self_attention.submodules.k_layernorm = RMSNorm
+    spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    return spec
+
+
+class PolicyModel(GPTModel):
+    """One pipeline chunk of a GPT.
+
+    On the last stage `forward` returns [2, T]: log-prob of each target and entropy. With
+    `targets=None` it returns the hidden states [T, 1, H], and elsewhere always does.
+    """
+
+    def __init__(self, shape: ModelShape, process: Process, temperature: float, **kwargs: Any):
+        super().__init__(position_embedding_type="none", parallel_output=True, **kwargs)
+        self.shape = shape
+        self.process = process
+        self.temperature = temperature
+        # Not a module buffer: a bf16 model would cast it, and checkpoints have no use for it.
+        self.inverse_frequencies = inverse_frequencies(shape.rope, shape.head_dim).to(
+            process.device
+        )
+        norm = getattr(self.decoder, "final_layernorm", None)
+        if norm is not None and not isinstance(norm, RMSNorm) and cpu_runtime.needed():
+            self.decoder.final_layernorm = RMSNorm(
+                self.config, self.config.hidden_size, shape.norm_eps
+            )
+
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, context: SequenceContext, targets: Tensor | None = None
+    ) -> Tensor:
+        """See the class; `tokens` [1, T], `targets` [T] (-1 skips a row)."""
+        positions = torch.zeros_like(tokens)  # Rotary positions are in the context.
+        hidden: Tensor = super().forward(tokens, positions, None, packed_seq_params=context)
+        if not self.post_process or targets is None:
+            return hidden
+        return torch.stack(
+            linear_logprob(
+                hidden[:, 0],
+                self.head_weight(),
+                targets,
+                self.temperature,
+                self.shape.vocab_size,
+                self.process.tensor_group,
+                self.config.sequence_parallel,
+            )
+        )
+
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the head [V_local, H]; the embedding's where they are tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Megatron's seam between the last layer and the head: stop at the hidden states."""
+        return hidden_states
+
+
+def build_model(
+    shape: ModelShape,
+    process: Process,
+    dtype: torch.dtype,
+    vocab_divisor: int,
+    temperature: float = 1.0,
+    recompute: str = "none",
+) -> list[PolicyModel]:
+    """The chunks of this rank's pipeline stage, weights not yet set."""
+    layout = process.layout
+    config = transformer_config(shape, process, dtype, recompute)
+    chunks = []
+    for chunk in range(layout.virtual):
+        model = PolicyModel(
+            shape,
+            process,
+            temperature,
+            config=config,
+            transformer_layer_spec=layer_spec(shape),
+            vocab_size=padded_vocab_size(shape.vocab_size, vocab_divisor, layout.tensor),
+            max_sequence_length=shape.max_position_embeddings,
+            pre_process=process.stage == 0 and chunk == 0,
+            post_process=process.is_last_stage and chunk == layout.virtual - 1,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            vp_stage=chunk if layout.virtual > 1 else None,
+        )
+        chunks.append(model.to(device=process.device, dtype=dtype))
+    return chunks

@@ -1,0 +1,166 @@
+"""What the attention of every layer needs to know about the tokens of one forward pass.
+
+Megatron passes its `PackedSeqParams` untouched from the model's forward to the core attention.
+Ours carries, besides the boundaries, the rotary tables, the buckets that sequences are computed
+in, and (in generation) the key-value cache. So positions, packing and caching live in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+
+class KeyValueCache:
+    """Keys and values of the tokens seen so far, for the layers of this rank.
+
+    `keys[layer]` and `values[layer]` are [num_sequences, max_tokens, kv_heads, head_dim]; they are
+    allocated when a layer first writes. `lengths` [num_sequences] (on the host) counts the tokens
+    in the cache before the current pass.
+    """
+
+    def __init__(self, num_sequences: int, max_tokens: int, device: torch.device) -> None:
+        self.max_tokens = max_tokens
+        self.device = device
+        self.lengths = torch.zeros(num_sequences, dtype=torch.int64)
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    def write(
+        self, layer: int, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store key and value [T, kv_heads, head_dim] of tokens (rows, positions) of a layer."""
+        if layer not in self.keys:
+            shape = (len(self.lengths), self.max_tokens, *key.shape[1:])
+            self.keys[layer] = key.new_zeros(shape)
+            self.values[layer] = value.new_zeros(shape)
+        self.keys[layer][rows, positions] = key
+        self.values[layer][rows, positions] = value
+        return self.keys[layer], self.values[layer]
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget all sequences but `rows` (on the host), which move up in that order."""
+        self.lengths = self.lengths[rows]
+        index = rows.to(self.device)
+        for store in (self.keys, self.values):
+            for layer in store:
+                store[layer] = store[layer][index]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, computed as one right-padded block.
+
+    Attributes:
+        gather: [n, L] index of each token in the packed tokens; padding repeats token 0.
+        real: [n, L] True on real tokens.
+    """
+
+    gather: Tensor
+    real: Tensor
+
+
+def make_buckets(lengths: list[int], device: torch.device) -> tuple[list[Bucket], Tensor]:
+    """Sequences sorted by length, cut where padding would exceed an eighth of a block.
+
+    Returns:
+        The buckets, and `restore` [T]: where each packed token is among the real tokens of all
+        buckets laid end to end.
+    """
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    for i in order:
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and lengths[i] >= min(longest - 8, longest * 7 // 8):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    buckets, packed = [], []
+    for members in groups:
+        column = torch.arange(lengths[members[0]])[None]
+        real = column < torch.tensor([lengths[i] for i in members])[:, None]
+        gather = torch.where(real, torch.tensor([starts[i] for i in members])[:, None] + column, 0)
+        packed.append(gather[real])
+        buckets.append(Bucket(gather.to(device), real.to(device)))
+    return buckets, torch.argsort(torch.cat(packed)).to(device)
+
+
+@dataclass
+class SequenceContext(PackedSeqParams):
+    """Packed sequences of one forward pass (our `PackedSeqParams`).
+
+    Attributes:
+        cos, sin: Rotary tables [T, head_dim] of every token, fp32.
+        buckets, restore: See `make_buckets`; no buckets when a cache is decoded.
+        cache: Key-value cache in generation, else None.
+        rows, positions: [T] cache row and position of every token, with a cache.
+    """
+
+    cos: Tensor = field(default_factory=lambda: torch.empty(0))
+    sin: Tensor = field(default_factory=lambda: torch.empty(0))
+    buckets: list[Bucket] = field(default_factory=list)
+    restore: Tensor | None = None
+    cache: KeyValueCache | None = None
+    rows: Tensor | None = None
+    positions: Tensor | None = None
+
+
+def rotary_tables(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, head_dim] fp32 for token positions [T] (Su et al. 2021, eq. 34).
+
+    Halves, not neighbours, are rotated together, as Hugging Face checkpoints have it.
+    """
+    angles = positions.to(torch.float32)[:, None] * inverse_frequencies[None]
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def packed_context(
+    cu_seqlens: Tensor, inverse_frequencies: Tensor, device: torch.device
+) -> SequenceContext:
+    """The context of whole sequences with boundaries `cu_seqlens` [N + 1] (on the host)."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    cos, sin = rotary_tables(positions, inverse_frequencies)
+    bounds = cu_seqlens.to(device=device, dtype=torch.int32)
+    longest = max(lengths)
+    buckets, restore = make_buckets(lengths, device)
+    return SequenceContext(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        cos=cos,
+        sin=sin,
+        buckets=buckets,
+        restore=restore,
+    )
+
+
+def prefill_context(
+    cu_seqlens: Tensor, inverse_frequencies: Tensor, cache: KeyValueCache, device: torch.device
+) -> SequenceContext:
+    """The context of prompts that fill an empty cache; sequence i is cache row i."""
+    context = packed_context(cu_seqlens, inverse_frequencies, device)
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    context.cache = cache
+    context.rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
+    context.positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(device)
+    return context
+
+
+def decode_context(inverse_frequencies: Tensor, cache: KeyValueCache) -> SequenceContext:
+    """The context of one new token for every sequence in the cache."""
+    positions = cache.lengths.to(cache.device)
+    cos, sin = rotary_tables(positions, inverse_frequencies)
+    rows = torch.arange(len(positions), device=cache.device)
+    return SequenceContext(
+        qkv_format="thd", cos=cos, sin=sin, cache=cache, rows=rows, positions=positions
+    )

@@ -1,0 +1,1 @@
+"""Processes, groups and layouts: how a job is spread over ranks."""

@@ -1,0 +1,50 @@
+"""The layout of a job: parallel degrees, and what they make of a world of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel degrees of a job. world size = tensor * pipeline * context * data.
+
+    Attributes:
+        tensor, pipeline, context, expert, data: Degrees.
+        virtual: Model chunks per pipeline stage (virtual pipeline), 1 = off.
+        sequence_parallel: Activations between tensor-parallel blocks are split over the sequence.
+        first_stage_layers, last_stage_layers: Layers of an uneven first or last stage.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def token_multiple(self) -> int:
+        """What the tokens of a micro-batch must divide by (a tail of dummy tokens is added)."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro-batches must divide by (empty ones are added)."""
+        return self.pipeline if self.virtual > 1 else 1
+
+    def describe(self) -> str:
+        """One line, for the run's header: "tensor 2 (sequence parallel) x pipeline 2 x data 1"."""
+        tensor = f"tensor {self.tensor}" + (" (sequence parallel)" * self.sequence_parallel)
+        pipeline = f"pipeline {self.pipeline}" + (
+            f" ({self.virtual} chunks each)" if self.virtual > 1 else ""
+        )
+        return f"{tensor} x {pipeline} x context {self.context} x data {self.data}"

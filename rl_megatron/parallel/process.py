@@ -1,0 +1,148 @@
+"""One process of a job: its rank, device and process groups."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from rl_megatron.parallel import cpu_runtime
+from rl_megatron.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where this process stands in the job. Made once, by `start_megatron` or `start_single`.
+
+    Attributes:
+        layout: Parallel degrees of the job.
+        rank: Global rank.
+        device: The device that this rank computes on.
+        tensor_group, pipeline_group, data_group: The groups this rank belongs to; the pipeline
+            group's ranks are in stage order. None in a job without Megatron.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    tensor_group: ProcessGroup | None = None
+    pipeline_group: ProcessGroup | None = None
+    data_group: ProcessGroup | None = None
+
+    @property
+    def tensor_rank(self) -> int:
+        """Rank within the tensor-parallel group."""
+        return 0 if self.tensor_group is None else dist.get_rank(self.tensor_group)
+
+    @property
+    def stage(self) -> int:
+        """Pipeline stage."""
+        return 0 if self.pipeline_group is None else dist.get_rank(self.pipeline_group)
+
+    @property
+    def data_rank(self) -> int:
+        """Rank within the data-parallel group."""
+        return 0 if self.data_group is None else dist.get_rank(self.data_group)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head."""
+        return self.stage == self.layout.pipeline - 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes files and speaks to the terminal."""
+        return self.rank == 0
+
+    def all_reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """Reduce `value` in place over all ranks, on this rank's device; returned on the host."""
+        if self.layout.world_size == 1:
+            return value
+        moved = value.to(self.device)
+        dist.all_reduce(moved, op=op)
+        return moved.cpu()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.layout.world_size > 1:
+            dist.barrier()
+
+
+def pick_device() -> torch.device:
+    """The CUDA device of this local rank, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def world_size_from_environment() -> int:
+    """WORLD_SIZE as set by torchrun or the SLURM scripts; 1 without them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _join(device: torch.device, timeout_minutes: float) -> None:
+    """Initialise torch.distributed once, also for a single process without a launcher."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=timeout_minutes)
+    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def start_single(timeout_minutes: float = 30.0) -> Process:
+    """A job of one process that needs no groups (the plain torch backend)."""
+    device = pick_device()
+    _join(device, timeout_minutes)
+    return Process(layout=Layout(), rank=dist.get_rank(), device=device)
+
+
+def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> Process:
+    """Join the job and build Megatron's process groups for `layout`.
+
+    May be called again with another layout of the same world size: the old groups are dropped.
+    """
+    cpu_runtime.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    device = pick_device()
+    _join(device, timeout_minutes)
+    world_size = dist.get_world_size()
+    assert layout.world_size == world_size, f"{layout} on {world_size} ranks"
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        distributed_timeout_minutes=int(timeout_minutes),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+    return Process(
+        layout=layout,
+        rank=dist.get_rank(),
+        device=device,
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(),
+    )
+
+
+def stop() -> None:
+    """Leave the job. Only for a rank that ends well: a failing rank just exits."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
