@@ -1,0 +1,109 @@
+"""How rewards become advantages, and the KL term's place and coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from rl_megatron.config.base import Problem, Strict
+from rl_megatron.config.loss import KLEstimator
+
+
+class FixedKLConfig(Strict):
+    """A KL coefficient that stays as it is."""
+
+    type: Literal["fixed"] = "fixed"
+    """The coefficient stays as it is."""
+
+
+class AdaptiveKLConfig(Strict):
+    """A KL coefficient that follows a moving average of the measured KL."""
+
+    type: Literal["adaptive"]
+    """The coefficient holds the KL near `target_kl`."""
+
+    target_kl: PositiveFloat
+    """The KL per token aimed at, in nats."""
+
+    ema_decay: float = Field(default=0.9, ge=0, lt=1)
+    """Weight of the past in the moving average of the KL; 0: the last rollout batch alone."""
+
+    raise_above: float = Field(default=1.5, ge=1)
+    """The coefficient is raised while the average is above this times `target_kl`."""
+
+    raise_factor: float = Field(default=1.1, gt=1)
+    """What the coefficient is multiplied by when it is raised."""
+
+    lower_factor: float = Field(default=0.97, gt=0, lt=1)
+    """What the coefficient is multiplied by otherwise."""
+
+    min_coef: NonNegativeFloat = 0.0
+    """The coefficient never falls below this."""
+
+    max_coef: PositiveFloat | None = None
+    """The coefficient never rises above this; null: no bound."""
+
+    def problems(self) -> Iterable[Problem]:
+        """Bounds that cross."""
+        if self.max_coef is not None and self.min_coef > self.max_coef:
+            yield Problem(
+                "min_coef",
+                self.min_coef,
+                f"must not be above max_coef ({self.max_coef}); lower it",
+                others=("max_coef",),
+            )
+
+
+KLControlConfig = Annotated[FixedKLConfig | AdaptiveKLConfig, Field(discriminator="type")]
+
+
+class AlgorithmConfig(Strict):
+    """Advantages of GRPO and its relatives."""
+
+    adv_estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """grpo: reward minus the group's mean, over its standard deviation. dr_grpo: minus the mean
+    only. rloo: minus the mean of the others in the group."""
+
+    adv_eps: PositiveFloat = 1e-4
+    """Added to the standard deviation (grpo)."""
+
+    adv_clip: PositiveFloat | None = None
+    """Advantages are clamped to plus or minus this; null: off."""
+
+    use_kl_in_reward: bool = False
+    """Subtract `kl_coef` times the KL from the reference from the rewards."""
+
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL in the reward."""
+
+    kl_estimator: KLEstimator = "k1"
+    """Estimator of the KL in the reward; k1 is unbiased there."""
+
+    kl_ctrl: KLControlConfig = FixedKLConfig()
+    """Whether the coefficient of the KL, in the reward or in the loss, adapts."""
+
+    def problems(self) -> Iterable[Problem]:
+        """A KL term of weight zero."""
+        if self.use_kl_in_reward and self.kl_coef == 0:
+            yield Problem(
+                "kl_coef",
+                self.kl_coef,
+                "algorithm.use_kl_in_reward needs a coefficient above 0; set one, e.g. 0.001, or "
+                "set algorithm.use_kl_in_reward=false",
+                others=("use_kl_in_reward",),
+            )
+
+    def idle(self) -> Mapping[str, str]:
+        """Settings that the chosen estimator, or a KL that is off, does not read."""
+        idle = {}
+        if self.adv_estimator != "grpo":
+            idle["adv_eps"] = (
+                f"algorithm.adv_estimator {self.adv_estimator} does not divide by the standard "
+                "deviation; remove this key"
+            )
+        if not self.use_kl_in_reward:
+            off = "algorithm.use_kl_in_reward is false; set it to true, or remove this key"
+            idle |= dict.fromkeys(("kl_coef", "kl_estimator"), off)
+        return idle

@@ -1,0 +1,83 @@
+"""Where rows come from, and what happens to those that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from rl_megatron.config.base import Strict
+
+Overlong = Literal["error", "drop", "truncate_left", "truncate_right"]
+
+
+class DataSource(Strict):
+    """A set of rows. Fields that no key names are passed on to rewards untouched."""
+
+    path: str = Field(min_length=1)
+    """A .jsonl file, a folder, or a name on the Hugging Face hub."""
+
+    split: str = "train"
+    """Which split of a folder or of a data set on the hub."""
+
+    prompt_key: str = "prompt"
+    """Field with the prompt: text, or a list of chat messages."""
+
+    response_key: str = "response"
+    """Field with the response (SFT)."""
+
+    chosen_key: str = "chosen"
+    """Field with the better response (DPO)."""
+
+    rejected_key: str = "rejected"
+    """Field with the worse response (DPO)."""
+
+    answer_key: str = "answer"
+    """Field with the known correct answer that a reward compares with."""
+
+    def idle(self) -> Mapping[str, str]:
+        """`split`, which a single file does not have."""
+        if self.path.endswith(".jsonl"):
+            return {"split": "a .jsonl file has no splits; remove this key"}
+        return {}
+
+
+class ResponseDataConfig(Strict):
+    """Rows with responses: SFT and DPO."""
+
+    train: DataSource
+    """Rows to train on."""
+
+    eval: DataSource | None = None
+    """Held-out rows."""
+
+    max_length: PositiveInt = 2048
+    """Longest sequence, prompt and response together, in tokens."""
+
+    overlong: Overlong = "error"
+    """What happens to a longer one: stop, leave the row out and count it, or cut tokens off the
+    start or the end."""
+
+    shuffle: bool = True
+    """Draw rows in an order that depends on the seed and the epoch; false: in file order."""
+
+
+class PromptDataConfig(Strict):
+    """Rows with prompts: GRPO."""
+
+    train: DataSource
+    """Prompts to train on."""
+
+    eval: DataSource | None = None
+    """Held-out prompts."""
+
+    max_prompt_length: PositiveInt = 1024
+    """Longest prompt in tokens."""
+
+    overlong: Overlong = "error"
+    """What happens to a longer one: stop, leave the row out and count it, or cut tokens off the
+    start or the end."""
+
+    shuffle: bool = True
+    """Draw rows in an order that depends on the seed and the epoch; false: in file order."""

@@ -1,0 +1,112 @@
+"""Whether a model and a number of ranks fit a layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rl_megatron.config.base import Problem
+from rl_megatron.config.parallel import ClusterConfig, ParallelConfig
+from rl_megatron.errors import ConfigError
+
+
+def world_size_problems(
+    parallel: ParallelConfig, world_size: int, ranks: str = "world size"
+) -> Iterator[Problem]:
+    """The layout, where it does not divide the number of ranks (called `ranks`)."""
+    if world_size % parallel.model_parallel_size:
+        tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        yield Problem(
+            "parallel",
+            parallel.model_parallel_size,
+            f"tensor ({tp}) x pipeline ({pp}) x context ({parallel.context_parallel_size}) must "
+            f"divide {ranks} ({world_size})",
+            others=("cluster",),
+        )
+
+
+def check_world_size(
+    parallel: ParallelConfig, world_size: int, cluster: ClusterConfig | None = None
+) -> int:
+    """The data-parallel size of `world_size` ranks.
+
+    Raises:
+        ConfigError: The layout does not divide the ranks, or other ranks were launched than
+            `cluster` asks for.
+    """
+    wanted = None if cluster is None else cluster.world_size
+    if wanted is not None and cluster is not None and wanted != world_size:
+        raise ConfigError(
+            f"cluster.num_nodes ({cluster.num_nodes}) x cluster.gpus_per_node "
+            f"({cluster.gpus_per_node}) asks for {wanted} ranks and {world_size} were launched; "
+            "launch as many, or change cluster"
+        )
+    for problem in world_size_problems(parallel, world_size):
+        raise ConfigError(f"parallel: {problem.text}; change the layout or the number of ranks")
+    return parallel.data_parallel_size(world_size)
+
+
+def check_model_fits(
+    parallel: ParallelConfig,
+    *,
+    num_layers: int,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    intermediate_size: int,
+) -> None:
+    """Refuse a layout that cannot hold a model of this shape.
+
+    The vocabulary always fits: it is padded (`model.make_vocab_size_divisible_by`).
+
+    Raises:
+        ConfigError: Every part of the model that does not divide, with what would.
+    """
+    shared = {
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "intermediate_size": intermediate_size,
+    }
+    mistakes = [*_tensor_mistakes(parallel, shared), *_pipeline_mistakes(parallel, num_layers)]
+    if mistakes:
+        raise ConfigError("the model does not fit the layout:\n" + "\n".join(mistakes))
+
+
+def _tensor_mistakes(parallel: ParallelConfig, shared: dict[str, int]) -> Iterator[str]:
+    size = parallel.tensor_model_parallel_size
+    wrong = [f"{name} ({number})" for name, number in shared.items() if number % size]
+    if wrong:
+        common = math.gcd(*shared.values())
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        yield (
+            f"  parallel.tensor_model_parallel_size = {size}: must divide the model's "
+            f"{' and '.join(wrong)}; this model can take {fitting}"
+        )
+
+
+def _pipeline_mistakes(parallel: ParallelConfig, num_layers: int) -> Iterator[str]:
+    """Megatron's rule: each stage that is not given its own number of layers gets an equal share,
+    and every stage's layers divide into the virtual chunks."""
+    ends = {
+        f"parallel.{name}": layers
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        if (layers := getattr(parallel, name)) is not None
+    }
+    stages = parallel.pipeline_model_parallel_size - len(ends)
+    layers = num_layers - sum(ends.values())
+    if layers < 0 or (layers == 0) != (stages == 0) or (stages and layers % stages):
+        where = "".join(f" less {key} ({number})" for key, number in ends.items())
+        yield (
+            "  parallel.pipeline_model_parallel_size = "
+            f"{parallel.pipeline_model_parallel_size}: {stages} equal stages cannot share "
+            f"{layers} layers (the model's {num_layers}{where}); change the number of stages, or "
+            "give the first or last stage its own number of layers"
+        )
+        return
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    per_stage = ends | ({"each stage": layers // stages} if stages else {})
+    for where, number in per_stage.items():
+        if chunks is not None and number % chunks:
+            yield (
+                f"  parallel.virtual_pipeline_model_parallel_size = {chunks}: must divide the "
+                f"{number} layers of {where}; take a divisor of {number} or remove it"
+            )

@@ -1,0 +1,87 @@
+"""What is minimised. Field names are the keyword names of the functions in `losses/`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from rl_megatron.config.base import Problem, Strict
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+class GRPOLossConfig(Strict):
+    """The clipped policy loss, and a KL term if one is wanted in the loss."""
+
+    loss_agg_mode: Literal[
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "token-sum",
+    ] = "token-mean"
+    """How per-token losses of a mini-batch become one number. seq-mean-token-sum-norm is
+    Dr.GRPO's: the sum over (sequences times `rollout.max_response_tokens`)."""
+
+    clip_ratio_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio of new to old probability is clipped below 1 minus this."""
+
+    clip_ratio_high: PositiveFloat = 0.2
+    """The ratio is clipped above 1 plus this."""
+
+    clip_ratio_c: float | None = Field(default=3.0, gt=1)
+    """Dual clip: the loss of a token with a negative advantage is at most this times the size of
+    the advantage; null: off."""
+
+    use_kl_loss: bool = False
+    """Add `kl_loss_coef` times the KL from the reference to the loss."""
+
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of the KL in the loss; 0: record the KL without using it."""
+
+    kl_loss_type: KLEstimator = "k3"
+    """Estimator of the KL. As a loss, k2 has the exact gradient of the KL, k3 a biased one with
+    little noise, and k1 an expected gradient of zero."""
+
+    allow_k1_loss: bool = False
+    """Accept k1 as a loss all the same."""
+
+    def problems(self) -> Iterable[Problem]:
+        """k1 as a loss."""
+        if self.use_kl_loss and self.kl_loss_type == "k1" and not self.allow_k1_loss:
+            yield Problem(
+                "kl_loss_type",
+                self.kl_loss_type,
+                "as a loss k1 has an expected gradient of zero: it adds noise and holds nothing "
+                "back; take k2 (exact gradient) or k3, use algorithm.use_kl_in_reward instead, or "
+                "set loss.allow_k1_loss=true",
+                others=("use_kl_loss", "allow_k1_loss"),
+            )
+
+    def idle(self) -> Mapping[str, str]:
+        """The settings of a KL term that is off."""
+        if not self.use_kl_loss:
+            off = "loss.use_kl_loss is false; set it to true, or remove this key"
+            return dict.fromkeys(("kl_loss_coef", "kl_loss_type", "allow_k1_loss"), off)
+        if self.kl_loss_type != "k1":
+            return {"allow_k1_loss": "loss.kl_loss_type is not k1; remove this key"}
+        return {}
+
+
+class DPOLossConfig(Strict):
+    """The loss of a preference pair."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the pull towards the reference."""
+
+    loss_type: Literal["sigmoid"] = "sigmoid"
+    """sigmoid: DPO, eq. 7."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that a preference is the wrong way round (conservative DPO)."""
+
+    rpo_alpha: PositiveFloat | None = None
+    """Weight of the chosen response's mean negative log-prob per token, added to the loss;
+    null: off."""

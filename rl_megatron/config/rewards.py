@@ -1,0 +1,144 @@
+"""The rewards of a run: a list of these, each with its weight; their weighted sum is the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Strict as StrictMode
+
+from rl_megatron.config.base import Problem, Strict
+
+
+class RewardBase(Strict):
+    """What every reward has."""
+
+    weight: float = 1.0
+    """Factor of this reward in the sum; 0: only record it."""
+
+
+class MathAnswerConfig(RewardBase):
+    """1 where the response's answer equals the known answer as mathematics, else 0."""
+
+    name: Literal["math_answer"]
+    """A LaTeX box, a `####` marker or an answer tag, compared by math-verify."""
+
+    extract: Literal["auto", "boxed", "marker", "answer_tag"] = "auto"
+    """Where the answer is read: the last `\\boxed{}`, the last `####` line, the single
+    `<answer>`, or (auto) whichever of them there is."""
+
+    timeout_seconds: PositiveFloat = 5.0
+    """A comparison that takes longer counts as not equal."""
+
+
+class AnswerTagConfig(RewardBase):
+    """1 where the text of the single <answer>..</answer> is exactly the known answer, else 0."""
+
+    name: Literal["answer_tag"]
+    """The text in the answer tag, compared letter by letter."""
+
+
+class FormatTagsConfig(RewardBase):
+    """1 where the response has the form <think>..</think> <answer>..</answer>, else 0."""
+
+    name: Literal["format_tags"]
+    """The form of the response, whatever it says."""
+
+    think: bool = True
+    """Whether one <think> block must precede the one <answer> block."""
+
+
+class LengthConfig(RewardBase):
+    """Minus `penalty` for a response outside the bounds, else 0."""
+
+    name: Literal["length"]
+    """The number of response tokens."""
+
+    min_tokens: NonNegativeInt = 0
+    """Shortest response without a penalty."""
+
+    max_tokens: PositiveInt | None = None
+    """Longest response without a penalty; null: no bound."""
+
+    penalty: PositiveFloat = 1.0
+    """What a response outside the bounds loses."""
+
+    def problems(self) -> Iterable[Problem]:
+        """Bounds that cross, or no bound at all."""
+        if self.max_tokens is None and self.min_tokens == 0:
+            yield Problem("min_tokens", 0, "no bound is set; set min_tokens or max_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            yield Problem(
+                "min_tokens",
+                self.min_tokens,
+                f"must not be above max_tokens ({self.max_tokens}); lower it",
+                others=("max_tokens",),
+            )
+
+
+class OverlongConfig(RewardBase):
+    """A penalty that grows linearly over the last tokens before the maximum (DAPO, eq. 13)."""
+
+    name: Literal["overlong"]
+    """The number of response tokens beyond `rollout.max_response_tokens` - `buffer_tokens`."""
+
+    buffer_tokens: PositiveInt
+    """Tokens before `rollout.max_response_tokens` over which the penalty grows."""
+
+    penalty_factor: PositiveFloat = 1.0
+    """The penalty of a response of `rollout.max_response_tokens` tokens."""
+
+
+class PythonConfig(RewardBase):
+    """A function of yours: (prompt, response, answer) -> float, or None for "not scored"."""
+
+    name: Literal["python"]
+    """A function of yours."""
+
+    path: str = Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_]*$")
+    """`package.module:function` or `path/to/file.py:function`."""
+
+
+RewardConfig = Annotated[
+    MathAnswerConfig
+    | AnswerTagConfig
+    | FormatTagsConfig
+    | LengthConfig
+    | OverlongConfig
+    | PythonConfig,
+    Field(discriminator="name"),
+]
+
+RewardList = Annotated[tuple[RewardConfig, ...], StrictMode(False)]
+
+
+def reward_problems(
+    key: str, rewards: tuple[RewardConfig, ...], max_response_tokens: int, max_key: str
+) -> Iterable[Problem]:
+    """Rewards under `key` that no response of at most `max_response_tokens` tokens could earn."""
+    for index, reward in enumerate(rewards):
+        if isinstance(reward, OverlongConfig) and reward.buffer_tokens > max_response_tokens:
+            yield Problem(
+                f"{key}.{index}.buffer_tokens",
+                reward.buffer_tokens,
+                f"must not be above {max_key} ({max_response_tokens}): even an empty response "
+                "would be punished; lower it",
+                others=(max_key,),
+            )
+        if isinstance(reward, LengthConfig) and reward.min_tokens > max_response_tokens:
+            yield Problem(
+                f"{key}.{index}.min_tokens",
+                reward.min_tokens,
+                f"is above {max_key} ({max_response_tokens}): every response would be punished; "
+                "lower it",
+                others=(max_key,),
+            )
+    names = [(r.name, r.path if isinstance(r, PythonConfig) else None) for r in rewards]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield Problem(
+                f"{key}.{index}.name",
+                name[0],
+                f"is listed twice (also as {key}.{names.index(name)}); keep one and set its weight",
+            )
