@@ -1,0 +1,34 @@
+"""Names of metrics, as `group/name`, in one place for those who write them and those who read them.
+
+A mean "per token" is over the tokens under the response mask of the whole mini-batch, "per pair"
+over its valid pairs. Log-probs, entropies and KL divergences are in nats.
+"""
+
+# The loss that is minimised; the terms are without their coefficients.
+LOSS_TOTAL = "loss/total"
+LOSS_POLICY = "loss/policy"
+LOSS_KL = "loss/kl"
+LOSS_DPO = "loss/dpo"
+LOSS_NLL = "loss/nll"
+
+# The policy now against the policy at the start of the step, per token.
+POLICY_CLIP_FRACTION_LOW = "policy/clip_fraction_low"
+POLICY_CLIP_FRACTION_HIGH = "policy/clip_fraction_high"
+POLICY_CLIP_FRACTION_DUAL = "policy/clip_fraction_dual"
+POLICY_RATIO_MEAN = "policy/ratio_mean"
+POLICY_RATIO_MAX = "policy/ratio_max"
+POLICY_APPROX_KL = "policy/approx_kl"
+POLICY_ENTROPY = "policy/entropy"
+POLICY_KL_TO_REFERENCE = "policy/kl_to_reference"
+
+# The engine's log-probs against the trainer's, of the same weights.
+ROLLOUT_MISMATCH_KL = "rollout/mismatch_kl"
+ROLLOUT_MISMATCH_MAX_ABS = "rollout/mismatch_max_abs"
+
+# Implicit rewards and sequence log-probs of DPO, per pair, under TRL's names.
+REWARDS_CHOSEN = "rewards/chosen"
+REWARDS_REJECTED = "rewards/rejected"
+REWARDS_MARGINS = "rewards/margins"
+REWARDS_ACCURACIES = "rewards/accuracies"
+LOGPS_CHOSEN = "logps/chosen"
+LOGPS_REJECTED = "logps/rejected"

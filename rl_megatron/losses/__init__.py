@@ -1,0 +1,22 @@
+"""Losses as pure functions of tensors and numbers, and the objectives bound from them."""
+
+from rl_megatron.losses.aggregate import LossAggMode, aggregation_weights, totals
+from rl_megatron.losses.dpo import dpo_objective
+from rl_megatron.losses.grpo import grpo_objective
+from rl_megatron.losses.kl import KLController, KLEstimator, kl_penalised_rewards, sequence_kl
+from rl_megatron.losses.mismatch import rollout_mismatch
+from rl_megatron.losses.sft import sft_objective
+
+__all__ = [
+    "KLController",
+    "KLEstimator",
+    "LossAggMode",
+    "aggregation_weights",
+    "dpo_objective",
+    "grpo_objective",
+    "kl_penalised_rewards",
+    "rollout_mismatch",
+    "sequence_kl",
+    "sft_objective",
+    "totals",
+]
