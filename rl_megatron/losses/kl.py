@@ -67,7 +67,17 @@ def sequence_kl(
 def kl_penalised_rewards(
     rewards: Sequence[float | None], sequence_kl: Float[Tensor, " N"], kl_coef: float
 ) -> list[float | None]:
-    """Rewards less kl_coef times each response's KL; a missing reward stays missing."""
+    """Rewards less kl_coef times each response's KL; a missing reward stays missing.
+
+    Raises:
+        NumericsError: A KL is not finite; the penalised reward would look like a missing one.
+    """
+    if not sequence_kl.isfinite().all():
+        first = int((~sequence_kl.isfinite()).nonzero()[0])
+        raise NumericsError(
+            f"the KL of rollout {first} to the reference is {float(sequence_kl[first])}; "
+            "look for non-finite log-probs of the policy or the reference"
+        )
     return [
         None if reward is None else reward - kl_coef * kl
         for reward, kl in zip(rewards, sequence_kl.tolist(), strict=True)

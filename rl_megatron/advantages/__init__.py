@@ -1,0 +1,19 @@
+"""Advantages as pure functions of rewards."""
+
+from rl_megatron.advantages.groups import (
+    ADVANTAGES,
+    Advantages,
+    AdvEstimator,
+    compute_advantages,
+    to_tokens,
+    with_advantages,
+)
+
+__all__ = [
+    "ADVANTAGES",
+    "AdvEstimator",
+    "Advantages",
+    "compute_advantages",
+    "to_tokens",
+    "with_advantages",
+]
