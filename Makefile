@@ -15,13 +15,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 SHELL_FILES := $(wildcard slurm/*.sh slurm/*.sbatch .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-distributed check format
+.PHONY: help setup quickstart test test-unit test-distributed test-e2e check format
 
 help:
 	@echo "make setup             make $(VENV) with everything in it (a few minutes, once)"
 	@echo "make quickstart        a tiny model learns addition: SFT, GRPO, DPO (under 5 minutes)"
 	@echo "                       LAYOUT=\"tensor_model_parallel_size=2 ...\" splits it over ranks"
-	@echo "make test              all tests: test-unit (with the YAMLs), then test-distributed (with e2e)"
+	@echo "make test              all tests: test-unit (with every YAML), test-distributed, test-e2e"
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make format            rewrite the code in the house format"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -45,15 +45,19 @@ quickstart: $(READY)
 	@echo "quickstart: a tiny model learns addition, by SFT, then GRPO and DPO; results in runs/quickstart"
 	$(BIN)/python tools/quickstart.py $(LAYOUT)
 
-test: test-unit test-distributed
+test: test-unit test-distributed test-e2e
 
 test-unit: $(READY)
 	@echo "test-unit: one process each, and every YAML"
 	$(PYTEST) -n 2 tests/unit tests/recipes
 
 test-distributed: $(READY)
-	@echo "test-distributed: several gloo processes, and the recipes from their command line"
-	$(PYTEST) tests/distributed tests/e2e
+	@echo "test-distributed: several gloo processes that split one model"
+	$(PYTEST) tests/distributed
+
+test-e2e: $(READY)
+	@echo "test-e2e: recipes and tools from their command line"
+	$(PYTEST) tests/e2e
 
 check: $(READY)
 	@echo "check: format, lint, types, layers, shell scripts, house rules"
