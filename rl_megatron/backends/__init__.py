@@ -1,0 +1,1 @@
+"""How a model is held, scored and stepped: one folder per engine, one protocol for all."""

@@ -1,0 +1,209 @@
+"""A policy or reference on Megatron-Core: scored and stepped through Megatron's own schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rl_megatron.backends.megatron.micro_batch import MicroBatch, make_micro_batch
+from rl_megatron.backends.megatron.optimizer import (
+    build_optimizer,
+    finalize_gradients,
+    wrap_chunks,
+)
+from rl_megatron.backends.reduce import MetricReducer, check_finite
+from rl_megatron.checkpoint.hf_save import iter_hf_weights
+from rl_megatron.checkpoint.megatron import load_model, save_model
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.data.packing import MicroBatching, plan_micro_batches
+from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.objective import Objective, Totals
+from rl_megatron.losses.aggregate import totals
+from rl_megatron.models.gpt import PolicyModel
+from rl_megatron.parallel.process import Process
+
+LossShare = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]]
+
+
+class MegatronBackend:
+    """The `PolicyBackend` protocol on Megatron-Core.
+
+    Args:
+        chunks: This rank's part of the model (models/gpt.py), weights loaded.
+        process: Where this rank stands.
+        micro_batching: How sequences are put together for one forward pass.
+        optimizer: Adam's settings; None for a frozen model.
+        distributed_optimizer: Share optimizer state over data-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        chunks: list[PolicyModel],
+        process: Process,
+        micro_batching: MicroBatching,
+        optimizer: OptimizerConfig | None = None,
+        distributed_optimizer: bool = True,
+    ) -> None:
+        self.chunks = chunks
+        self.process = process
+        self.micro_batching = micro_batching
+        self._reducer = MetricReducer(process)
+        self._optimizer: Any = None
+        self._modules: list[Any] = list(chunks)
+        if optimizer is None:
+            for chunk in chunks:
+                chunk.requires_grad_(False)
+                chunk.eval()
+            return
+        self._modules = list(wrap_chunks(chunks, distributed_optimizer))
+        dtype = chunks[0].config.params_dtype
+        self._optimizer = build_optimizer(self._modules, optimizer, dtype, distributed_optimizer)
+        for chunk in chunks:
+            chunk.config.finalize_model_grads_func = finalize_gradients
+            chunk.config.grad_scale_func = self._optimizer.scale_loss
+
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """Log-prob of every response token of the whole batch; see `PolicyBackend`."""
+        plan = self._plan(batch)
+        self._set_mode(train=False)
+
+        def share(micro_batch: MicroBatch, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            return rows.new_zeros(()), {"logprobs": micro_batch.output(rows).logprobs}
+
+        with torch.inference_mode():
+            outputs = self._run(batch, plan, share, forward_only=True)
+        result = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        # One rank speaks for its tensor-parallel group; the others add zeros.
+        if self.process.is_last_stage and self.process.tensor_rank == 0:
+            for members, output in zip(plan, outputs, strict=True):
+                result[batch.token_index(members)] = output["logprobs"].float().cpu()
+        return self.process.all_reduce(result)
+
+    def train_step(self, batch: PackedBatch, objective: Objective, lr: float) -> dict[str, float]:
+        """One optimiser step on the whole mini-batch; see `PolicyBackend`."""
+        assert self._optimizer is not None, "a frozen model has no optimizer"
+        batch = objective.weigh(batch)
+        counts = totals(batch)
+        self._set_mode(train=True)
+        for module in self._modules:
+            module.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        outputs = self._run(
+            batch, self._plan(batch), partial(_loss_share, objective, counts), forward_only=False
+        )
+        speaks = self.process.is_last_stage and self.process.tensor_rank == 0
+        metrics = self._reducer.reduce(objective.name, outputs if speaks else [])
+        return metrics | {"optimizer/grad_norm": self._step(metrics, lr), "optimizer/lr": lr}
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
+        return iter_hf_weights(self.chunks, self.process)
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer state, readable under any layout."""
+        save_model(folder, self.chunks, self._optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote under any layout."""
+        load_model(folder, self.chunks, self._optimizer)
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to host memory."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._move(self.process.device)
+
+    def close(self) -> None:
+        """Drop model and optimizer."""
+        self._modules = []
+        self.chunks = []
+        self._optimizer = None
+
+    def _plan(self, batch: PackedBatch) -> list[list[int]]:
+        """The micro-batches of this rank: indices of sequences."""
+        layout = self.process.layout
+        return plan_micro_batches(
+            batch.lengths.tolist(),
+            batch.paired,
+            layout.data,
+            self.micro_batching,
+            multiple_of=layout.micro_batch_multiple,
+        )[self.process.data_rank]
+
+    def _run(
+        self, batch: PackedBatch, plan: list[list[int]], share: LossShare, forward_only: bool
+    ) -> list[dict[str, Any]]:
+        """Send the planned micro-batches through the model; what `share` said on the last stage."""
+        layout = self.process.layout
+        micro_batches = [
+            make_micro_batch(batch.select(members), layout.token_multiple, self.process.device)
+            for members in plan
+        ]
+
+        def forward_step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
+            micro_batch = next(data)
+            context = micro_batch.context(self.chunks[0])
+            rows = module(micro_batch.tokens, context, micro_batch.targets)
+            return rows, partial(_as_megatron_loss, share, micro_batch)
+
+        schedule = get_forward_backward_func()
+        iterators = [iter(micro_batches) for _ in self._modules]
+        outputs: list[dict[str, Any]] = schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if layout.virtual > 1 else iterators[0],
+            model=self._modules if layout.virtual > 1 else self._modules[0],
+            num_microbatches=len(micro_batches),
+            seq_length=max(m.tokens.shape[1] for m in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return outputs
+
+    def _step(self, metrics: dict[str, float], lr: float) -> float:
+        """Update the weights unless the numbers are broken; the gradient norm before clipping."""
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        check_finite(metrics, norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        return norm
+
+    def _set_mode(self, train: bool) -> None:
+        for module in self._modules:
+            module.train(train)
+
+    def _move(self, device: torch.device) -> None:
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                parameter.data = parameter.data.to(device)
+
+
+def _loss_share(
+    objective: Objective, counts: Totals, micro_batch: MicroBatch, rows: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    output = objective.loss(micro_batch.output(rows), micro_batch.batch, counts)
+    # Rows nobody asked for are 0: the sum ties an empty micro-batch to the graph.
+    loss = output.loss + rows[:, :0].sum()
+    shares = {"loss/total": output.loss.detach(), **output.metrics}
+    return loss, {"shares": shares, "maxima": output.maxima}
+
+
+def _as_megatron_loss(
+    share: LossShare, micro_batch: MicroBatch, rows: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Megatron's three values: the loss, a token count (unused, see optimizer.py), a report."""
+    loss, report = share(micro_batch, rows)
+    assert math.prod(loss.shape) == 1
+    return loss, torch.zeros((), dtype=torch.int, device=rows.device), report
+
+

@@ -1,0 +1,73 @@
+"""From the shares of micro-batches and ranks to the metrics of the mini-batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_megatron.errors import NumericsError
+from rl_megatron.parallel.process import Process
+
+
+class MetricReducer:
+    """Adds up shares, takes maxima, over all ranks, in two small collectives a step.
+
+    Ranks that saw no micro-batch do not know the metric names; the last rank (always on the last
+    pipeline stage) tells them once per objective.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._names: dict[str, tuple[list[str], list[str]]] = {}
+
+    def reduce(self, objective: str, outputs: list[dict[str, Any]]) -> dict[str, float]:
+        """The metrics of the mini-batch, equal on all ranks.
+
+        Args:
+            objective: Its name; the same objective always has the same metrics.
+            outputs: {"shares": {name: scalar}, "maxima": {name: scalar}} per micro-batch of this
+                rank; empty on a rank that does not speak.
+        """
+        shares, maxima = self._metric_names(objective, outputs)
+        sums = torch.zeros(len(shares), dtype=torch.float64)
+        peaks = torch.full((len(maxima),), -math.inf, dtype=torch.float64)
+        for output in outputs:
+            sums += torch.stack([output["shares"][n].double() for n in shares]).cpu()
+            if maxima:
+                values = torch.stack([output["maxima"][n].double() for n in maxima]).cpu()
+                peaks = torch.maximum(peaks, values)
+        sums = self._process.all_reduce(sums)
+        if maxima:
+            peaks = self._process.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        return dict(zip(shares, sums.tolist(), strict=True)) | dict(
+            zip(maxima, peaks.tolist(), strict=True)
+        )
+
+    def _metric_names(
+        self, objective: str, outputs: list[dict[str, Any]]
+    ) -> tuple[list[str], list[str]]:
+        if objective not in self._names:
+            names: list[Any] = [None]
+            if outputs:
+                names = [(list(outputs[0]["shares"]), list(outputs[0]["maxima"]))]
+            world_size = self._process.layout.world_size
+            if world_size > 1:
+                dist.broadcast_object_list(names, src=world_size - 1)
+            self._names[objective] = names[0]
+        return self._names[objective]
+
+
+def check_finite(metrics: dict[str, float], grad_norm: float) -> None:
+    """Raise NumericsError, before anything is changed, where the loss or gradient is not finite."""
+    loss = metrics["loss/total"]
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return
+    bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+    raise NumericsError(
+        f"the loss is {loss} and the gradient norm {grad_norm}: the step was not taken and the "
+        f"weights are as before. Metrics that are not finite: {bad or 'none'}. Look at the batch "
+        "in rollouts.jsonl; lower optimizer.lr or optimizer.clip_grad."
+    )

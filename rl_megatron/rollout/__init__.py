@@ -1,0 +1,1 @@
+"""How text is sampled: one file per engine, one protocol, one set of sampling rules."""
