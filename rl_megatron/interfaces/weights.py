@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ Read = Callable[[int, tuple[slice, ...]], Tensor]
 """`read(index, slices)`: that part of the index-th Hugging Face tensor of a rule, nothing more."""
 
 
+@runtime_checkable
 class Split(Protocol):
     """How the Hugging Face tensors of one rule become the shards of one Megatron parameter."""
 

@@ -1,0 +1,1 @@
+"""Model folders and checkpoints: what lies in them, how they are read, written and made durable."""
