@@ -1,0 +1,122 @@
+"""Rewards over rollouts: each reward of each rollout, their weighted sum, their means."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl_megatron.config.rewards import PythonConfig, RewardConfig
+from rl_megatron.errors import RolloutError
+from rl_megatron.interfaces.records import Rollout
+from rl_megatron.rewards import BatchReward, build_reward
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """A reward of the run.
+
+    Attributes:
+        name: Its name in metrics and messages; unique within the run.
+        weight: Its factor in the sum.
+        values: The reward itself.
+    """
+
+    name: str
+    weight: float
+    values: BatchReward
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What rollouts have earned, in their order.
+
+    Attributes:
+        rewards: Weighted sum over the rewards that gave a number; None where none did: such a
+            rollout is not trained on and no part of its group's mean.
+        by_name: The values of each reward, before weighting.
+
+    Example:
+        Rewards a (weight 1) gives (1, None) and b (weight 0.5) gives (2, None):
+        rewards (2.0, None), means {"a": 1.0, "b": 2.0}, num_unscored 1.
+    """
+
+    rewards: tuple[float | None, ...]
+    by_name: dict[str, tuple[float | None, ...]]
+
+    @property
+    def num_unscored(self) -> int:
+        """Rollouts whose reward is None."""
+        return self.rewards.count(None)
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean of each reward over the rollouts it scored; without those that scored none."""
+        scored = {n: [v for v in values if v is not None] for n, values in self.by_name.items()}
+        return {name: math.fsum(values) / len(values) for name, values in scored.items() if values}
+
+
+def build_rewards(
+    configs: Sequence[RewardConfig], max_response_tokens: int
+) -> tuple[NamedReward, ...]:
+    """The rewards of a run. A user's function is loaded here, so a wrong path stops the run early.
+
+    Raises:
+        ConfigError: A function that does not exist, or an over-long buffer that does not fit.
+    """
+    rewards: list[NamedReward] = []
+    for index, config in enumerate(configs):
+        name = config.path.rpartition(":")[2] if isinstance(config, PythonConfig) else config.name
+        if any(reward.name == name for reward in rewards):
+            name = f"{name}_{index}"
+        values = build_reward(config, max_response_tokens)
+        rewards.append(NamedReward(name, config.weight, values))
+    return tuple(rewards)
+
+
+def score(rollouts: Sequence[Rollout], rewards: Sequence[NamedReward]) -> Scores:
+    """The rewards of each rollout. Computed where it is called; the same on every rank.
+
+    Raises:
+        RolloutError: A reward gave something other than a finite number or None.
+    """
+    by_name = {
+        reward.name: _checked(reward.name, reward.values(rollouts), rollouts) for reward in rewards
+    }
+    weights = [reward.weight for reward in rewards]
+    rows = zip(*by_name.values(), strict=True)
+    return Scores(tuple(_weighted_sum(weights, row) for row in rows), by_name)
+
+
+def _weighted_sum(weights: Sequence[float], row: Sequence[float | None]) -> float | None:
+    # Weight 0 only records: such a value does not make a response a scored one.
+    present = [w * v for w, v in zip(weights, row, strict=True) if v is not None and w != 0]
+    return math.fsum(present) if present else None
+
+
+def _checked(
+    name: str, values: Sequence[object], rollouts: Sequence[Rollout]
+) -> tuple[float | None, ...]:
+    return tuple(
+        None if value is None else _scalar(name, value, rollout)
+        for value, rollout in zip(values, rollouts, strict=True)
+    )
+
+
+def _scalar(name: str, value: object, rollout: Rollout) -> float:
+    """`value` as a float: a number, or an array or tensor of shape ()."""
+    number = value.item() if getattr(value, "shape", None) == () else value  # type: ignore[attr-defined]
+    where = f"rewards.{name}: row {rollout.prompt.row_id}, sample {rollout.sample_index}"
+    if not isinstance(number, numbers.Real):
+        shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+        raise RolloutError(
+            f"{where}: the reward is {value!r} ({type(value).__name__}{shape}); a reward must be "
+            "one number, or None for a response that is not scored: change what it returns"
+        )
+    if not math.isfinite(number):
+        raise RolloutError(
+            f"{where}: the reward is {value!r}, which is not finite; return a number, or None for "
+            "a response that is not scored"
+        )
+    return float(number)
