@@ -1,16 +1,18 @@
 """What a run is: strict models, the YAML loader and the command line. Never imports torch."""
 
-from rl_megatron.config.base import Problem, Strict, resolved
+from rl_megatron.config.command_line import parse_command_line
 from rl_megatron.config.layout import check_model_fits, check_world_size
+from rl_megatron.config.loader import build_run, dump_run, load_run
 from rl_megatron.config.runs import DPORun, GRPORun, SFTRun
 
 __all__ = [
     "DPORun",
     "GRPORun",
-    "Problem",
     "SFTRun",
-    "Strict",
+    "build_run",
     "check_model_fits",
     "check_world_size",
-    "resolved",
+    "dump_run",
+    "load_run",
+    "parse_command_line",
 ]

@@ -1,4 +1,4 @@
-"""How rewards become advantages, and the KL term's place and coefficient."""
+"""How rewards become advantages, and the KL in the reward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from rl_megatron.config.base import Problem, Strict
+from rl_megatron.config.base import Idle, Problem, Strict
 from rl_megatron.config.loss import KLEstimator
 
 
@@ -19,40 +19,32 @@ class FixedKLConfig(Strict):
 
 
 class AdaptiveKLConfig(Strict):
-    """A KL coefficient that follows a moving average of the measured KL."""
+    """A KL coefficient that follows a moving average of the measured KL: it grows by a tenth while
+    the average is above 1.5 times the target, and shrinks by 3 % otherwise."""
 
     type: Literal["adaptive"]
     """The coefficient holds the KL near `target_kl`."""
 
     target_kl: PositiveFloat
-    """The KL per token aimed at, in nats."""
+    """The KL of a response, summed over its tokens, that is aimed at, in nats."""
 
     ema_decay: float = Field(default=0.9, ge=0, lt=1)
     """Weight of the past in the moving average of the KL; 0: the last rollout batch alone."""
 
-    raise_above: float = Field(default=1.5, ge=1)
-    """The coefficient is raised while the average is above this times `target_kl`."""
-
-    raise_factor: float = Field(default=1.1, gt=1)
-    """What the coefficient is multiplied by when it is raised."""
-
-    lower_factor: float = Field(default=0.97, gt=0, lt=1)
-    """What the coefficient is multiplied by otherwise."""
-
-    min_coef: NonNegativeFloat = 0.0
+    min_kl_coef: NonNegativeFloat = 0.0
     """The coefficient never falls below this."""
 
-    max_coef: PositiveFloat | None = None
+    max_kl_coef: PositiveFloat | None = None
     """The coefficient never rises above this; null: no bound."""
 
     def problems(self) -> Iterable[Problem]:
         """Bounds that cross."""
-        if self.max_coef is not None and self.min_coef > self.max_coef:
+        if self.max_kl_coef is not None and self.min_kl_coef > self.max_kl_coef:
             yield Problem(
-                "min_coef",
-                self.min_coef,
-                f"must not be above max_coef ({self.max_coef}); lower it",
-                others=("max_coef",),
+                "min_kl_coef",
+                self.min_kl_coef,
+                f"must not be above max_kl_coef ({self.max_kl_coef}); lower it",
+                others=("max_kl_coef",),
             )
 
 
@@ -82,7 +74,7 @@ class AlgorithmConfig(Strict):
     """Estimator of the KL in the reward; k1 is unbiased there."""
 
     kl_ctrl: KLControlConfig = FixedKLConfig()
-    """Whether the coefficient of the KL, in the reward or in the loss, adapts."""
+    """Whether `kl_coef` adapts to the measured KL."""
 
     def problems(self) -> Iterable[Problem]:
         """A KL term of weight zero."""
@@ -95,15 +87,17 @@ class AlgorithmConfig(Strict):
                 others=("use_kl_in_reward",),
             )
 
-    def idle(self) -> Mapping[str, str]:
+    def idle(self) -> Mapping[str, Idle]:
         """Settings that the chosen estimator, or a KL that is off, does not read."""
         idle = {}
         if self.adv_estimator != "grpo":
-            idle["adv_eps"] = (
+            reason = (
                 f"algorithm.adv_estimator {self.adv_estimator} does not divide by the standard "
                 "deviation; remove this key"
             )
+            idle["adv_eps"] = Idle(reason, ("adv_estimator",))
         if not self.use_kl_in_reward:
-            off = "algorithm.use_kl_in_reward is false; set it to true, or remove this key"
-            idle |= dict.fromkeys(("kl_coef", "kl_estimator"), off)
+            reason = "algorithm.use_kl_in_reward is false; set it to true, or remove this key"
+            off = Idle(reason, ("use_kl_in_reward",))
+            idle |= dict.fromkeys(("kl_coef", "kl_estimator", "kl_ctrl"), off)
         return idle

@@ -35,6 +35,19 @@ class Problem:
     others: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Idle:
+    """Why a setting has no effect.
+
+    Attributes:
+        reason: The reason and the remedy.
+        switches: The settings that decide it: dotted keys, relative to the section.
+    """
+
+    reason: str
+    switches: tuple[str, ...]
+
+
 class Strict(BaseModel):
     """A section of a run. Unknown keys are refused, nothing is converted, nothing changes."""
 
@@ -50,8 +63,8 @@ class Strict(BaseModel):
         """Settings of this section, or below it, that do not fit each other."""
         return ()
 
-    def idle(self) -> Mapping[str, str]:
-        """Dotted keys that have no effect in this run, each with the reason and the remedy."""
+    def idle(self) -> Mapping[str, Idle]:
+        """Settings that have no effect as things stand: dotted keys, relative to this section."""
         return {}
 
     @model_validator(mode="after")
@@ -63,13 +76,14 @@ class Strict(BaseModel):
         return self
 
     def _idle_but_set(self) -> Iterator[Problem]:
-        for key, reason in self.idle().items():
+        for key, idle in self.idle().items():
             *path, name = key.split(".")
             section: Any = self
             for part in path:
                 section = getattr(section, part)
             if name in section.model_fields_set:
-                yield Problem(key, resolved(getattr(section, name)), f"has no effect: {reason}")
+                value = resolved(getattr(section, name))
+                yield Problem(key, value, f"has no effect: {idle.reason}", idle.switches)
 
 
 def resolved(value: Any) -> Any:

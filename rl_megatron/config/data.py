@@ -7,9 +7,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from rl_megatron.config.base import Strict
-
-Overlong = Literal["error", "drop", "truncate_left", "truncate_right"]
+from rl_megatron.config.base import Idle, Strict
 
 
 class DataSource(Strict):
@@ -36,15 +34,15 @@ class DataSource(Strict):
     answer_key: str = "answer"
     """Field with the known correct answer that a reward compares with."""
 
-    def idle(self) -> Mapping[str, str]:
+    def idle(self) -> Mapping[str, Idle]:
         """`split`, which a single file does not have."""
         if self.path.endswith(".jsonl"):
-            return {"split": "a .jsonl file has no splits; remove this key"}
+            return {"split": Idle("a .jsonl file has no splits; remove this key", ("path",))}
         return {}
 
 
-class ResponseDataConfig(Strict):
-    """Rows with responses: SFT and DPO."""
+class DataConfig(Strict):
+    """What all data have."""
 
     train: DataSource
     """Rows to train on."""
@@ -52,32 +50,23 @@ class ResponseDataConfig(Strict):
     eval: DataSource | None = None
     """Held-out rows."""
 
+    overlong: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
+    """What happens to a row that is too long: stop, leave it out and count it, or cut tokens off
+    its start or its end."""
+
+    shuffle: bool = True
+    """Draw rows in an order that depends on the seed and the epoch; false: in file order."""
+
+
+class ResponseDataConfig(DataConfig):
+    """Rows with responses."""
+
     max_length: PositiveInt = 2048
     """Longest sequence, prompt and response together, in tokens."""
 
-    overlong: Overlong = "error"
-    """What happens to a longer one: stop, leave the row out and count it, or cut tokens off the
-    start or the end."""
 
-    shuffle: bool = True
-    """Draw rows in an order that depends on the seed and the epoch; false: in file order."""
-
-
-class PromptDataConfig(Strict):
-    """Rows with prompts: GRPO."""
-
-    train: DataSource
-    """Prompts to train on."""
-
-    eval: DataSource | None = None
-    """Held-out prompts."""
+class PromptDataConfig(DataConfig):
+    """Rows with prompts."""
 
     max_prompt_length: PositiveInt = 1024
     """Longest prompt in tokens."""
-
-    overlong: Overlong = "error"
-    """What happens to a longer one: stop, leave the row out and count it, or cut tokens off the
-    start or the end."""
-
-    shuffle: bool = True
-    """Draw rows in an order that depends on the seed and the epoch; false: in file order."""

@@ -10,18 +10,17 @@ from rl_megatron.config.parallel import ClusterConfig, ParallelConfig
 from rl_megatron.errors import ConfigError
 
 
-def world_size_problems(
-    parallel: ParallelConfig, world_size: int, ranks: str = "world size"
-) -> Iterator[Problem]:
-    """The layout, where it does not divide the number of ranks (called `ranks`)."""
+def world_size_problems(parallel: ParallelConfig, world_size: int) -> Iterator[Problem]:
+    """The layout, where it does not divide the ranks; keys are those of a run."""
     if world_size % parallel.model_parallel_size:
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        degree = "tensor" if world_size % tp else "pipeline"
         yield Problem(
-            "parallel",
-            parallel.model_parallel_size,
+            f"parallel.{degree}_model_parallel_size",
+            tp if world_size % tp else pp,
             f"tensor ({tp}) x pipeline ({pp}) x context ({parallel.context_parallel_size}) must "
-            f"divide {ranks} ({world_size})",
-            others=("cluster",),
+            f"divide world size ({world_size}); change the degrees or the number of ranks",
+            others=("parallel", "cluster"),
         )
 
 
@@ -42,7 +41,7 @@ def check_world_size(
             "launch as many, or change cluster"
         )
     for problem in world_size_problems(parallel, world_size):
-        raise ConfigError(f"parallel: {problem.text}; change the layout or the number of ranks")
+        raise ConfigError(f"{problem.key} = {problem.value}: {problem.text}")
     return parallel.data_parallel_size(world_size)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from rl_megatron.config.base import Problem, Strict
+from rl_megatron.config.base import Idle, Problem, Strict
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -60,13 +60,15 @@ class GRPOLossConfig(Strict):
                 others=("use_kl_loss", "allow_k1_loss"),
             )
 
-    def idle(self) -> Mapping[str, str]:
+    def idle(self) -> Mapping[str, Idle]:
         """The settings of a KL term that is off."""
         if not self.use_kl_loss:
-            off = "loss.use_kl_loss is false; set it to true, or remove this key"
+            reason = "loss.use_kl_loss is false; set it to true, or remove this key"
+            off = Idle(reason, ("use_kl_loss",))
             return dict.fromkeys(("kl_loss_coef", "kl_loss_type", "allow_k1_loss"), off)
         if self.kl_loss_type != "k1":
-            return {"allow_k1_loss": "loss.kl_loss_type is not k1; remove this key"}
+            reason = f"loss.kl_loss_type is {self.kl_loss_type}; remove this key"
+            return {"allow_k1_loss": Idle(reason, ("kl_loss_type",))}
         return {}
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from rl_megatron.config.base import Problem, Strict
+from rl_megatron.config.base import Idle, Problem, Strict
 
 
 class OptimizerConfig(Strict):
@@ -50,11 +50,9 @@ class OptimizerConfig(Strict):
                 others=("lr",),
             )
 
-    def idle(self) -> Mapping[str, str]:
+    def idle(self) -> Mapping[str, Idle]:
         """`min_lr` of a schedule that does not fall."""
         if self.lr_schedule == "constant":
-            return {
-                "min_lr": "optimizer.lr_schedule is constant; take linear or cosine, "
-                "or remove this key"
-            }
+            reason = "optimizer.lr_schedule is constant; take linear or cosine, or remove this key"
+            return {"min_lr": Idle(reason, ("lr_schedule",))}
         return {}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import Field, PositiveInt
 
-from rl_megatron.config.base import Problem, Strict
+from rl_megatron.config.base import Idle, Problem, Strict
 
 
 class ClusterConfig(Strict):
@@ -23,10 +23,11 @@ class ClusterConfig(Strict):
         """Ranks of the run, or None where the launcher decides."""
         return None if self.gpus_per_node is None else self.num_nodes * self.gpus_per_node
 
-    def idle(self) -> Mapping[str, str]:
+    def idle(self) -> Mapping[str, Idle]:
         """`num_nodes` where the launcher decides."""
         if self.gpus_per_node is None:
-            return {"num_nodes": "cluster.gpus_per_node is not set; set it, or remove this key"}
+            reason = "cluster.gpus_per_node is null; set it, or remove this key"
+            return {"num_nodes": Idle(reason, ("gpus_per_node",))}
         return {}
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rl_megatron.config.algorithm import AlgorithmConfig
-from rl_megatron.config.base import Problem, Strict
-from rl_megatron.config.data import DataSource, PromptDataConfig, ResponseDataConfig
+from rl_megatron.config.base import Idle, Problem, Strict
+from rl_megatron.config.data import DataConfig, DataSource, PromptDataConfig, ResponseDataConfig
 from rl_megatron.config.layout import world_size_problems
 from rl_megatron.config.loss import DPOLossConfig, GRPOLossConfig
 from rl_megatron.config.model import ModelConfig, ReferenceConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ClusterConfig, ParallelConfig
-from rl_megatron.config.rewards import RewardList, reward_problems
+from rl_megatron.config.rewards import RewardConfig, RewardList, reward_problems
 from rl_megatron.config.rollout import RolloutConfig
 from rl_megatron.config.train import GRPOTrainConfig, StepTrainConfig
 
@@ -36,7 +36,7 @@ class LoggingConfig(Strict):
 
 
 class EvaluationConfig(Strict):
-    """Answer held-out prompts greedily and score the responses."""
+    """Held-out prompts are answered greedily and the responses scored."""
 
     data: DataSource | None = None
     """Prompts, and the answers that rewards need; null: `data.eval`."""
@@ -59,18 +59,20 @@ class RunBase(Strict):
     """What every run has."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """What the run is called in logs: letters, digits, and . _ - after the first."""
+    """What the run is called: letters and digits, and after the first also . _ -"""
 
     seed: NonNegativeInt = 0
     """Decides new weights, the order of data and what is sampled."""
 
-    output_dir: str = Field(min_length=1)
-    """The run folder, made if it does not exist. Default: runs/ and the name."""
+    output_dir: str = Field(default_factory=lambda run: f"runs/{run['name']}", min_length=1)
+    """The run folder, made if it does not exist; if not set, runs/ and the name."""
 
     backend: Literal["megatron", "torch"] = "megatron"
     """megatron: any layout. torch: one process, a transformers model, to debug and compare."""
 
     model: ModelConfig
+
+    data: DataConfig
 
     parallel: ParallelConfig = ParallelConfig()
 
@@ -81,30 +83,32 @@ class RunBase(Strict):
     logging: LoggingConfig = LoggingConfig()
 
     evaluation: EvaluationConfig | None = None
-    """null: no evaluation of generated text."""
+    """Answer held-out prompts greedily and score the responses; null: do not."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_the_run_folder(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(data.get("name"), str):
-            return {"output_dir": f"runs/{data['name']}", **data}
-        return data
+    @property
+    def evaluation_data(self) -> DataSource | None:
+        """Prompts of the evaluation."""
+        return (self.evaluation and self.evaluation.data) or self.data.eval
+
+    @property
+    def evaluation_rewards(self) -> tuple[RewardConfig, ...]:
+        """How responses are scored in the evaluation."""
+        return self.evaluation.rewards if self.evaluation else ()
 
     @property
     def evaluation_max_response_tokens(self) -> int:
-        """Length at which responses are cut in evaluation."""
+        """Length at which responses are cut in the evaluation."""
         own = self.evaluation and self.evaluation.max_response_tokens
         return own or DEFAULT_EVALUATION_TOKENS
 
     def problems(self) -> Iterable[Problem]:
-        """Layouts that do not fit the cluster or the backend."""
-        world_size = self.cluster.world_size
-        if world_size is not None:
-            nodes, gpus = self.cluster.num_nodes, self.cluster.gpus_per_node
-            ranks = f"cluster.num_nodes ({nodes}) x cluster.gpus_per_node ({gpus}) = world size"
-            yield from world_size_problems(self.parallel, world_size, ranks)
+        """Layouts that do not fit the cluster or the backend, and an incomplete evaluation."""
+        if self.cluster.world_size is not None:
+            yield from world_size_problems(self.parallel, self.cluster.world_size)
         if self.backend == "torch":
             yield from self._torch_problems()
+        if self.evaluation is not None:
+            yield from self._evaluation_problems(self.evaluation)
 
     def _torch_problems(self) -> Iterator[Problem]:
         for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
@@ -125,45 +129,39 @@ class RunBase(Strict):
                 others=("backend", "cluster.num_nodes"),
             )
 
-
-def evaluation_problems(run: SFTRun | DPORun | GRPORun, *, has_rewards: bool) -> Iterator[Problem]:
-    """An evaluation without prompts or without a score."""
-    if run.evaluation is None:
-        return
-    if run.evaluation.data is None and run.data.eval is None:
-        yield Problem(
-            "evaluation.data",
-            None,
-            "there are no held-out rows; set evaluation.data.path or data.eval.path",
-            others=("data.eval",),
-        )
-    if not run.evaluation.rewards and not has_rewards:
-        yield Problem(
+    def _evaluation_problems(self, evaluation: EvaluationConfig) -> Iterator[Problem]:
+        if self.evaluation_data is None:
+            yield Problem(
+                "evaluation.data",
+                None,
+                "there are no held-out rows; set evaluation.data.path or data.eval.path",
+                others=("data.eval",),
+            )
+        if not self.evaluation_rewards:
+            yield Problem(
+                "evaluation.rewards",
+                [],
+                "nothing says how responses are scored; list at least one, e.g. {name: answer_tag}",
+            )
+        yield from reward_problems(
             "evaluation.rewards",
-            [],
-            "nothing says how responses are scored; list at least one, e.g. {name: answer_tag}",
-        )
-    yield from reward_problems(
-        "evaluation.rewards",
-        run.evaluation.rewards,
-        run.evaluation_max_response_tokens,
-        "evaluation.max_response_tokens",
-    )
-
-
-def warmup_problems(num_steps: int | None, warmup_steps: int, explained: str) -> Iterator[Problem]:
-    """A warm-up that outlasts a run of `num_steps` (None: not known before the data is read)."""
-    if num_steps is not None and warmup_steps > num_steps:
-        yield Problem(
-            "optimizer.lr_warmup_steps",
-            warmup_steps,
-            f"must not be above the run's optimiser steps ({num_steps}: {explained}); lower it",
-            others=("train", "rollout"),
+            evaluation.rewards,
+            self.evaluation_max_response_tokens,
+            "evaluation.max_response_tokens",
         )
 
+    def _warmup_problems(self, num_steps: int, explained: str) -> Iterator[Problem]:
+        if self.optimizer.lr_warmup_steps > num_steps:
+            yield Problem(
+                "optimizer.lr_warmup_steps",
+                self.optimizer.lr_warmup_steps,
+                f"must not be above the run's {num_steps} optimiser steps ({explained}); lower it",
+                others=("train", "rollout"),
+            )
 
-class SFTRun(RunBase):
-    """Supervised fine-tuning: the log-prob of given responses is raised."""
+
+class StepRunBase(RunBase):
+    """What SFT and DPO share: rows with responses, and training counted in optimiser steps."""
 
     data: ResponseDataConfig
 
@@ -172,28 +170,20 @@ class SFTRun(RunBase):
     def problems(self) -> Iterable[Problem]:
         """Everything that does not fit."""
         yield from super().problems()
-        yield from evaluation_problems(self, has_rewards=False)
-        steps, warmup = self.train.num_steps, self.optimizer.lr_warmup_steps
-        yield from warmup_problems(steps, warmup, "train.num_steps")
+        if self.train.num_steps is not None:
+            yield from self._warmup_problems(self.train.num_steps, "train.num_steps")
 
 
-class DPORun(RunBase):
+class SFTRun(StepRunBase):
+    """Supervised fine-tuning: given responses are made more likely."""
+
+
+class DPORun(StepRunBase):
     """Direct preference optimisation: chosen responses against rejected ones."""
 
     reference: ReferenceConfig = ReferenceConfig()
 
-    data: ResponseDataConfig
-
     loss: DPOLossConfig = DPOLossConfig()
-
-    train: StepTrainConfig
-
-    def problems(self) -> Iterable[Problem]:
-        """Everything that does not fit."""
-        yield from super().problems()
-        yield from evaluation_problems(self, has_rewards=False)
-        steps, warmup = self.train.num_steps, self.optimizer.lr_warmup_steps
-        yield from warmup_problems(steps, warmup, "train.num_steps")
 
 
 class GRPORun(RunBase):
@@ -245,23 +235,29 @@ class GRPORun(RunBase):
         own = self.evaluation and self.evaluation.max_response_tokens
         return own or self.rollout.max_response_tokens
 
-    def idle(self) -> Mapping[str, str]:
-        """The reference and its KL controller without a KL; held-out prompts without evaluation."""
-        idle: dict[str, str] = {}
+    @property
+    def evaluation_rewards(self) -> tuple[RewardConfig, ...]:
+        """How responses are scored in the evaluation."""
+        return super().evaluation_rewards or self.rewards
+
+    def idle(self) -> Mapping[str, Idle]:
+        """The reference without a KL, and held-out prompts without an evaluation."""
+        idle: dict[str, Idle] = {}
         if not self.needs_reference:
-            off = (
+            reason = (
                 "no KL is used; set loss.use_kl_loss=true or algorithm.use_kl_in_reward=true, or "
                 "remove this key"
             )
-            idle |= dict.fromkeys(("reference", "algorithm.kl_ctrl"), off)
+            switches = ("loss.use_kl_loss", "algorithm.use_kl_in_reward")
+            idle["reference"] = Idle(reason, switches)
         if self.evaluation is None:
-            idle["data.eval"] = "evaluation is null; add an evaluation section or remove this key"
+            reason = "evaluation is null; add an evaluation section, or remove this key"
+            idle["data.eval"] = Idle(reason, ("evaluation",))
         return idle
 
     def problems(self) -> Iterable[Problem]:
         """Everything that does not fit."""
         yield from super().problems()
-        yield from evaluation_problems(self, has_rewards=True)
         yield from reward_problems(
             "rewards",
             self.rewards,
@@ -270,15 +266,15 @@ class GRPORun(RunBase):
         )
         yield from self._batch_problems()
         yield from self._algorithm_problems()
-        explained = "rollout batches x epochs x mini-batches"
-        yield from warmup_problems(self.num_steps, self.optimizer.lr_warmup_steps, explained)
+        yield from self._warmup_problems(
+            self.num_steps, "train.num_rollout_batches x train.ppo_epochs x mini-batches"
+        )
 
     def _batch_problems(self) -> Iterator[Problem]:
         size, total = self.mini_batch_size, self.rollout_sequences
         if total % size:
             fitting = [n for n in range(1, total + 1) if total % n == 0]
-            below = max(n for n in fitting if n < size) if size > 1 else 1
-            near = [below, *[n for n in fitting if n > size][:1]]
+            near = [max(n for n in fitting if n < size), *[n for n in fitting if n > size][:1]]
             yield Problem(
                 "train.mini_batch_size",
                 size,
