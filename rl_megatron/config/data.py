@@ -10,6 +10,9 @@ from pydantic import Field, PositiveInt
 from rl_megatron.config.base import Idle, Strict
 
 
+Overlong = Literal["error", "drop", "truncate_left", "truncate_right"]
+
+
 class DataSource(Strict):
     """A set of rows. Fields that no key names are passed on to rewards untouched."""
 
@@ -50,7 +53,7 @@ class DataConfig(Strict):
     eval: DataSource | None = None
     """Held-out rows."""
 
-    overlong: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
+    overlong: Overlong = "error"
     """What happens to a row that is too long: stop, leave it out and count it, or cut tokens off
     its start or its end."""
 
