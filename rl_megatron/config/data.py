@@ -9,7 +9,6 @@ from pydantic import Field, PositiveInt
 
 from rl_megatron.config.base import Idle, Strict
 
-
 Overlong = Literal["error", "drop", "truncate_left", "truncate_right"]
 
 

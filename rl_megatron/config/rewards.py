@@ -134,11 +134,12 @@ def reward_problems(
                 "lower it",
                 others=(max_key,),
             )
-    names = [(r.name, r.path if isinstance(r, PythonConfig) else None) for r in rewards]
-    for index, name in enumerate(names):
-        if name in names[:index]:
+    labels = [r.path.rpartition(":")[2] if isinstance(r, PythonConfig) else r.name for r in rewards]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
             yield Problem(
                 f"{key}.{index}.name",
-                name[0],
-                f"is listed twice (also as {key}.{names.index(name)}); keep one and set its weight",
+                rewards[index].name,
+                f"is recorded as {label!r}, and so is {key}.{labels.index(label)}; keep one of "
+                "them, or rename the function",
             )
