@@ -1,0 +1,54 @@
+"""The records of training data with responses: one example, one preference pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_megatron.config.data import Overlong
+from rl_megatron.data.chat import RenderedExample
+from rl_megatron.data.overlong import Dropped, fit_example
+from rl_megatron.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and the response that is trained.
+
+    Attributes:
+        row_id: Index of the row in its data set.
+        prompt_ids: Tokens that are only read. Empty where cutting on the left left none of them.
+        response_ids: Tokens that are trained, the end token included.
+    """
+
+    row_id: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two responses to one prompt.
+
+    Attributes:
+        row_id: Index of the row in its data set.
+        chosen: The better one.
+        rejected: The worse one.
+    """
+
+    row_id: int
+    chosen: Example
+    rejected: Example
+
+
+def fit_rendered(
+    row_id: int,
+    rendered: RenderedExample,
+    tokenizer: Tokenizer,
+    max_length: int,
+    overlong: Overlong,
+) -> Example | Dropped:
+    """The rendered row with at most `max_length` tokens; see `fit_example`."""
+    fitted = fit_example(
+        rendered.prompt.token_ids, rendered.response_ids, max_length, overlong, tokenizer.bos_id
+    )
+    return fitted if isinstance(fitted, Dropped) else Example(row_id, *fitted)
