@@ -3,7 +3,6 @@
 from rl_megatron.advantages.groups import (
     ADVANTAGES,
     Advantages,
-    AdvEstimator,
     compute_advantages,
     to_tokens,
     with_advantages,
@@ -11,7 +10,6 @@ from rl_megatron.advantages.groups import (
 
 __all__ = [
     "ADVANTAGES",
-    "AdvEstimator",
     "Advantages",
     "compute_advantages",
     "to_tokens",

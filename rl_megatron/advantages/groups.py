@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,8 +15,6 @@ from rl_megatron.advantages.group_relative import group_mean_centred, group_z_sc
 from rl_megatron.advantages.leave_one_out import leave_one_out
 from rl_megatron.errors import ConfigError, RolloutError
 from rl_megatron.interfaces.batch import PackedBatch
-
-AdvEstimator = Literal["grpo", "dr_grpo", "rloo"]
 
 ADVANTAGES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "grpo": group_z_score,
@@ -52,7 +49,7 @@ def compute_advantages(
     group_ids: Sequence[int],
     group_size: int,
     *,
-    adv_estimator: AdvEstimator,
+    adv_estimator: str,
     adv_eps: float = 1e-4,
     adv_clip: float | None = None,
 ) -> Advantages:

@@ -1,6 +1,6 @@
 """Losses as pure functions of tensors and numbers, and the objectives bound from them."""
 
-from rl_megatron.losses.aggregate import LossAggMode, aggregation_weights, totals
+from rl_megatron.losses.aggregate import LOSS_AGG_MODES, aggregation_weights, totals
 from rl_megatron.losses.dpo import dpo_objective
 from rl_megatron.losses.grpo import grpo_objective
 from rl_megatron.losses.kl import KLController, KLEstimator, kl_penalised_rewards, sequence_kl
@@ -8,9 +8,9 @@ from rl_megatron.losses.mismatch import rollout_mismatch
 from rl_megatron.losses.sft import sft_objective
 
 __all__ = [
+    "LOSS_AGG_MODES",
     "KLController",
     "KLEstimator",
-    "LossAggMode",
     "aggregation_weights",
     "dpo_objective",
     "grpo_objective",

@@ -7,8 +7,6 @@ cannot change it.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -18,19 +16,19 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import Totals
 from rl_megatron.losses.sums import segment_sum
 
-LossAggMode = Literal[
+LOSS_AGG_MODES = (
     "token-mean",
     "seq-mean-token-mean",
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
     "token-sum",
-]
+)
 
 
 def aggregation_weights(
     cu_seqlens: Int[Tensor, " N_plus_1"],
     response_mask: Bool[Tensor, " T"],
-    loss_agg_mode: LossAggMode,
+    loss_agg_mode: str,
     max_response_tokens: int | None = None,
 ) -> Float[Tensor, " T"]:
     """Weight of each token's loss, float32, 0 outside the mask.
@@ -48,20 +46,20 @@ def aggregation_weights(
     Args:
         cu_seqlens: Boundaries of the sequences of the whole mini-batch.
         response_mask: Tokens that are trained on.
-        loss_agg_mode: One of the five above.
+        loss_agg_mode: One of LOSS_AGG_MODES.
         max_response_tokens: The configured limit, never the longest response at hand; used by
             seq-mean-token-sum-norm only.
 
     Raises:
         ConfigError: The mode is unknown, or it needs max_response_tokens and there is none.
     """
-    if loss_agg_mode not in get_args(LossAggMode):
-        known = ", ".join(get_args(LossAggMode))
-        raise ConfigError(f"loss_agg_mode: {loss_agg_mode!r} is unknown; use one of {known}")
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        known = ", ".join(LOSS_AGG_MODES)
+        raise ConfigError(f"loss.loss_agg_mode: {loss_agg_mode!r} is unknown; use one of {known}")
     if loss_agg_mode == "seq-mean-token-sum-norm" and not max_response_tokens:
         raise ConfigError(
-            f"max_response_tokens: {max_response_tokens} cannot be the divisor of loss_agg_mode "
-            f"{loss_agg_mode!r}; give a positive number or use another mode"
+            f"rollout.max_response_tokens: {max_response_tokens} cannot be the divisor of "
+            f"loss.loss_agg_mode {loss_agg_mode!r}; give a positive number or use another mode"
         )
     num_valid = segment_sum(response_mask, cu_seqlens)
     num_sequences = (num_valid > 0).sum()

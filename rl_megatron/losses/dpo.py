@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -16,8 +16,6 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import LossOutput, ModelOutput, Objective, Totals
 from rl_megatron.losses.aggregate import aggregation_weights, valid_pairs
 from rl_megatron.losses.sums import counted_tokens, counted_values, segment_sum, zero_outside
-
-PreferenceLossType = Literal["sigmoid"]
 
 
 class ImplicitRewards(NamedTuple):
@@ -56,7 +54,7 @@ PREFERENCE_LOSSES: dict[str, Callable[[Tensor, float], Tensor]] = {"sigmoid": si
 def dpo_objective(
     *,
     beta: float = 0.1,
-    loss_type: PreferenceLossType = "sigmoid",
+    loss_type: str = "sigmoid",
     label_smoothing: float = 0.0,
     rpo_alpha: float | None = None,
 ) -> Objective:

@@ -12,7 +12,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import LossOutput, ModelOutput, Objective, Totals
-from rl_megatron.losses.aggregate import LossAggMode, aggregation_weights
+from rl_megatron.losses.aggregate import aggregation_weights
 from rl_megatron.losses.kl import KL_ESTIMATORS, MAX_LOG_RATIO, KLEstimator, k3
 from rl_megatron.losses.sums import counted_tokens, counted_values, masked_sum, zero_outside
 
@@ -66,7 +66,7 @@ def policy_loss(
 def grpo_objective(
     *,
     max_response_tokens: int,
-    loss_agg_mode: LossAggMode = "token-mean",
+    loss_agg_mode: str = "token-mean",
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float | None = 3.0,
