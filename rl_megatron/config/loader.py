@@ -70,7 +70,7 @@ def _read_with_parent(path: Path) -> Settings:
     if "extends" in parent.data:
         parent.mistakes.append(
             f"extends = {parent.data.pop('extends')!r} ({parent.origins['extends']}): a parent "
-            f"cannot have a parent; move its settings into {parent.origins['extends']}"
+            f"cannot have a parent; move its settings into {path.parent / name}"
         )
     return Settings(
         _merge(parent.data, child.data),
@@ -99,13 +99,13 @@ def _override(settings: Settings, overrides: Sequence[str]) -> None:
             settings.mistakes.append(f"{key} ({COMMAND_LINE}): is given twice; remove one")
             continue
         seen.add(key)
-        value = parse_yaml(text, f"{key}={text} ({COMMAND_LINE})", key=key)
-        settings.mistakes += value.mistakes
+        value = parse_yaml(text, COMMAND_LINE, key=key)
+        settings.mistakes += [f"{override!r}: {mistake}" for mistake in value.mistakes]
         if not value.mistakes:
-            _set(settings, key, value.data, take_out=not text)
+            _set(settings, key, value, take_out=not text)
 
 
-def _set(settings: Settings, key: str, value: Any, *, take_out: bool) -> None:
+def _set(settings: Settings, key: str, value: Settings, *, take_out: bool) -> None:
     *path, name = key.split(".")
     at: Any = settings.data
     try:
@@ -118,8 +118,8 @@ def _set(settings: Settings, key: str, value: Any, *, take_out: bool) -> None:
         settings.mistakes.append(f"{key} ({COMMAND_LINE}): {error.args[0]}")
         return
     if not take_out:
-        at[index] = value
-        settings.origins[key] = COMMAND_LINE
+        at[index] = value.data
+        settings.origins |= value.origins
     elif isinstance(at, list) or index in at:
         del at[index]
 

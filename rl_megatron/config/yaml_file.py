@@ -46,7 +46,7 @@ class Settings:
 def read_yaml(path: Path) -> Settings:
     """The settings in a file; `mistakes` says so if it cannot be read."""
     if not path.is_file():
-        return Settings({}, mistakes=[f"{path}: no such file; the first argument is a YAML file"])
+        return Settings({}, mistakes=[f"{path}: no such file; check the path"])
     settings = parse_yaml(path.read_bytes(), str(path), numbered=True)
     if settings.data is None:
         settings.data = {}

@@ -1,4 +1,4 @@
-"""Every YAML under recipes/ is a run and fits its cluster and its model; its name tells the truth."""
+"""Every YAML under recipes is a run, fits its cluster and its model, and is named truthfully."""
 
 import re
 from pathlib import Path
