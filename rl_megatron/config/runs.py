@@ -64,7 +64,7 @@ class RunBase(Strict):
     seed: NonNegativeInt = 0
     """Decides new weights, the order of data and what is sampled."""
 
-    output_dir: str = Field(default_factory=lambda run: f"runs/{run['name']}", min_length=1)
+    output_dir: str = Field(default_factory=lambda run: f"runs/{run.get('name')}", min_length=1)
     """The run folder, made if it does not exist; if not set, runs/ and the name."""
 
     backend: Literal["megatron", "torch"] = "megatron"
