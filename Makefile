@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Installed first: a plain `pip install torch` may bring a newer CUDA build of several GB.
+# Installed first: a plain `pip install torch` may bring a newer CUDA build of several GB. May hold
+# options of pip too: TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu".
 TORCH ?= torch==2.13.0
 # Settings for `make quickstart`, e.g. LAYOUT="tensor_model_parallel_size=2".
 LAYOUT ?=
@@ -15,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 SHELL_FILES := $(wildcard slurm/*.sh slurm/*.sbatch .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-distributed test-e2e check format
+.PHONY: help setup quickstart test test-unit test-distributed test-e2e check format bench
 
 help:
 	@echo "make setup             make $(VENV) with everything in it (a few minutes, once)"
@@ -24,6 +25,7 @@ help:
 	@echo "make test              all tests: test-unit (with every YAML), test-distributed, test-e2e"
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make format            rewrite the code in the house format"
+	@echo "make bench             time and memory of log-probs with and without the logits"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
 
 setup: $(READY)
@@ -37,7 +39,7 @@ $(READY): setup.py pyproject.toml
 	echo "Name a newer one, and another VENV if $(VENV) exists: make setup PYTHON=python3.12"; exit 1; }
 	@echo "setup: installing $(TORCH) and rl_megatron into $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
@@ -72,3 +74,7 @@ format: $(READY)
 	@echo "format: ruff format, and what ruff check can mend"
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	@echo "bench: time and memory of log-probs with and without the logits (a minute)"
+	$(BIN)/python tools/bench.py
