@@ -29,8 +29,12 @@ class ModelFolder:
     megatron: Path | None = None
 
 
-def resolve_model_folder(path: Path) -> ModelFolder:
+def resolve_model_folder(path: Path, setting: str = "model.path") -> ModelFolder:
     """What `path` is: a HF folder, a root of Megatron checkpoints (the latest is taken), or one.
+
+    Args:
+        path: Folder given by the user.
+        setting: What it was given as, for messages.
 
     Raises:
         CheckpointError: The path is missing, half-written or neither of these; what is missing is
@@ -38,42 +42,42 @@ def resolve_model_folder(path: Path) -> ModelFolder:
     """
     if not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"model.path {path} {kind}; name the model's folder.")
+        raise CheckpointError(f"{setting} {path} {kind}; name the model's folder.")
     if path.name.endswith(".tmp"):
         raise CheckpointError(
-            f"model.path {path} was being written when its job ended, and may be incomplete. "
+            f"{setting} {path} was being written when its job ended, and may be incomplete. "
             "Name a folder without .tmp."
         )
     if (path / POINTER_FILE).exists():
         iteration = read_pointer(path)
         assert iteration is not None
-        return _megatron(iteration_folder(path, iteration))
+        return _megatron(iteration_folder(path, iteration), setting)
     if (path / _MEGATRON_FILE).exists() or path.name.startswith("iter_"):
-        return _megatron(path)
-    return _hf(path)
+        return _megatron(path, setting)
+    return _hf(path, setting)
 
 
-def _hf(path: Path) -> ModelFolder:
+def _hf(path: Path, setting: str) -> ModelFolder:
     if not (path / "config.json").exists():
         raise CheckpointError(
-            f"model.path {path} is no model folder: it has no config.json (Hugging Face) and no "
+            f"{setting} {path} is no model folder: it has no config.json (Hugging Face) and no "
             f"{POINTER_FILE} (Megatron). Name one, or convert a model with "
             "tools/convert_checkpoint.py."
         )
     if not any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         raise CheckpointError(
-            f"model.path {path} has config.json but no weights: neither {SINGLE_FILE} nor "
+            f"{setting} {path} has config.json but no weights: neither {SINGLE_FILE} nor "
             f"{INDEX_FILE}. Only safetensors are read; copy them there."
         )
     return ModelFolder(hf=path)
 
 
-def _megatron(path: Path) -> ModelFolder:
+def _megatron(path: Path, setting: str) -> ModelFolder:
     needed = (_MEGATRON_FILE, ".metadata", f"{HF_SUBFOLDER}/config.json")
     missing = [name for name in needed if not (path / name).exists()]
     if missing:
         raise CheckpointError(
-            f"model.path: the Megatron checkpoint {path} lacks {', '.join(missing)}. It is "
+            f"{setting}: the Megatron checkpoint {path} lacks {', '.join(missing)}. It is "
             "incomplete, or not one of ours; copy it again or name another."
         )
     return ModelFolder(hf=path / HF_SUBFOLDER, megatron=path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,7 +41,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Not weights: old files hold the inverse frequencies that follow from the config.
 _IGNORED = re.compile(r"^model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$")
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,12 @@ def read_records(folder: Path) -> dict[str, TensorRecord]:
         name: TensorRecord(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
         for name, entry in tensors.items()
     }
+
+
+def lossless_dtype(records: Iterable[TensorRecord]) -> torch.dtype:
+    """The model dtype, bfloat16 or float32, that holds every tensor without rounding."""
+    narrow = all(record.dtype == torch.bfloat16 for record in records)
+    return torch.bfloat16 if narrow else torch.float32
 
 
 def carry_hf_files(source: Path, target: Path) -> None:

@@ -181,6 +181,7 @@ class _FileWriter:
         self._files.append(list(self._waiting))
         part = self._folder / f"{len(self._files)}.part"
         save_file(self._waiting, part, metadata={"format": "pt"})
+        part.chmod(0o644)  # safetensors makes it readable by its owner alone.
         self._total_bytes += self._waiting_bytes
         self._waiting = {}
         self._waiting_bytes = 0

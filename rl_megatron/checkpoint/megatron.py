@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,12 @@ def load_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = No
 
     template = _state(chunks, optimizer, is_loading=True)
     try:
-        state = dist_checkpointing.load(
-            template, str(folder), strict=StrictHandling.RAISE_UNEXPECTED
-        )
+        with warnings.catch_warnings():
+            # Megatron's own business with torch.distributed.checkpoint.
+            warnings.simplefilter("ignore", FutureWarning)
+            state = dist_checkpointing.load(
+                template, str(folder), strict=StrictHandling.RAISE_UNEXPECTED
+            )
     except (CheckpointingException, OSError) as error:
         raise CheckpointError(
             f"The Megatron checkpoint {folder} does not fit the model: {error}. "
