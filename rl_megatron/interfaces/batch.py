@@ -106,7 +106,7 @@ class PackedBatch:
         chosen = torch.tensor(list(sequences), dtype=torch.int64)
         bounds = torch.zeros(len(sequences) + 1, dtype=self.cu_seqlens.dtype)
         bounds[1:] = torch.cumsum(self.lengths[chosen], 0)
-        per_token = {
+        per_token: dict[str, Any] = {
             name: None if getattr(self, name) is None else getattr(self, name)[index]
             for name in _TOKEN_FIELDS
         }
@@ -124,7 +124,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with every tensor on `device`."""
-        moved = {
+        moved: dict[str, Any] = {
             f.name: value.to(device)
             for f in fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
