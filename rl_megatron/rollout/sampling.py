@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces.records import Sampling
 
 
@@ -19,11 +20,16 @@ def next_token_logprobs(logits: Tensor, sampling: Sampling, num_sampled: Tensor)
 
     Args:
         logits: [n, V], any float type.
-        sampling: The rules. Temperature 0 gives the distribution at temperature 1 (the caller
-            takes its mode).
+        sampling: The rules. Temperature 0 gives the distribution at temperature 1 (its mode is
+            what `sample` takes).
         num_sampled: [n] tokens already sampled in each response (stop tokens wait for
             `min_response_tokens`).
     """
+    return _allowed_logits(logits, sampling, num_sampled).log_softmax(dim=1)
+
+
+def _allowed_logits(logits: Tensor, sampling: Sampling, num_sampled: Tensor) -> Tensor:
+    """Logits [n, V] fp32 at the temperature, -inf on tokens that the rules leave out."""
     z = logits.float()
     if sampling.temperature > 0:
         z = z / sampling.temperature
@@ -41,7 +47,7 @@ def next_token_logprobs(logits: Tensor, sampling: Sampling, num_sampled: Tensor)
     if sampling.min_p > 0.0:
         p = z.softmax(dim=1)
         z = z.masked_fill(p < sampling.min_p * p.max(dim=1, keepdim=True).values, -torch.inf)
-    return z.log_softmax(dim=1)
+    return z
 
 
 def _outside_nucleus(z: Tensor, top_p: float) -> Tensor:
@@ -60,12 +66,21 @@ def sample(
     Args:
         logits, sampling, num_sampled: As in `next_token_logprobs`.
         numbers: [n] uniform numbers in [0, 1); they pick the tokens by inversion.
+
+    Raises:
+        NumericsError: The logits are not finite, or no token is allowed.
     """
-    logprobs = next_token_logprobs(logits, sampling, num_sampled)
+    z = _allowed_logits(logits, sampling, num_sampled)
+    logprobs = z.log_softmax(dim=1)
+    mass = logprobs.double().exp().cumsum(dim=1)
+    if not bool(mass[:, -1].isfinite().all()):
+        raise NumericsError(
+            "the model's logits are not finite, so nothing can be sampled from them: its weights "
+            "are broken. Start again from an earlier checkpoint, with a lower optimizer.lr."
+        )
     if sampling.temperature == 0:
-        tokens = logits.argmax(dim=1)
+        tokens = z.argmax(dim=1)
     else:
-        mass = logprobs.double().exp().cumsum(dim=1)
         point = torch.from_numpy(numbers).to(mass.device)[:, None] * mass[:, -1:]
         # The first token whose cumulated mass is above the point: never one of mass 0.
         tokens = torch.searchsorted(mass, point, right=True)[:, 0]

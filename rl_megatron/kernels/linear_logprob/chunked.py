@@ -3,7 +3,7 @@
 With z = W h / temperature, m = max z, s = sum e^(z - m) and u = sum e^(z - m) (z - m):
 log-prob of y is z_y - m - ln s, and the entropy is ln s - u / s. The four numbers (m, s, u, z_y) of
 each vocabulary shard merge into those of the whole vocabulary, so tensor parallelism costs one
-all-gather. The backward pass recomputes z from the saved log-sum-exp:
+all-gather. The backward pass recomputes z, and p from the saved m and ln s:
 dz = [g_logprob (1_y - p) - g_entropy p (ln p + H)] / temperature.
 """
 
@@ -84,15 +84,18 @@ def _statistics(z: Tensor, column: Tensor) -> Tensor:
     return torch.stack([m, e.sum(dim=1), u, torch.where(here, z_y, 0.0)])
 
 
-def _merge(shards: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse, entropy, z_y) [rows] of the whole vocabulary from shards [num_shards, 4, rows]."""
+def _merge(shards: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(m, ln s, entropy, z_y) [rows] of the whole vocabulary from shards [num_shards, 4, rows].
+
+    m and ln s are kept apart: z - m is exact where z is close to m, however large both are.
+    """
     m, s, u, z_y = shards.unbind(dim=1)
     top = m.max(dim=0).values
     shift = torch.where(m == -torch.inf, 0.0, m - top)
     scale = torch.where(m == -torch.inf, 0.0, shift.exp())
     total = (s * scale).sum(dim=0)
     weighted = ((u + s * shift) * scale).sum(dim=0)
-    return top + total.log(), total.log() - weighted / total, z_y.sum(dim=0)
+    return top, total.log(), total.log() - weighted / total, z_y.sum(dim=0)
 
 
 def _gather_rows(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -114,6 +117,7 @@ class _LinearLogprob(torch.autograd.Function):
         group: ProcessGroup | None,
         sequence_parallel: bool,
     ) -> tuple[Tensor, Tensor]:
+        assert bool((targets < vocab_size).all()), "a target is no token of the vocabulary"
         size = _group_size(group)
         split = sequence_parallel and size > 1
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -131,25 +135,26 @@ class _LinearLogprob(torch.autograd.Function):
         shards = stats[None]
         if size > 1:
             shards = stats.new_empty(size, *stats.shape)
-            dist.all_gather_into_tensor(shards, stats, group=group)
-        lse, row_entropy, z_y = _merge(shards)
+            dist.all_gather_into_tensor(shards.flatten(0, 1), stats, group=group)
+        top, log_sum, row_entropy, z_y = _merge(shards)
         logprob = used.new_zeros(len(targets), dtype=dtype)
         entropy = torch.zeros_like(logprob)
-        logprob[rows] = z_y - lse
+        logprob[rows] = z_y - top - log_sum
         entropy[rows] = row_entropy
-        ctx.save_for_backward(hidden, weight, rows, column, lse, row_entropy)
+        ctx.save_for_backward(hidden, weight, rows, column, top, log_sum, row_entropy)
         ctx.numbers = (temperature, valid, group, split, dtype)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, rows, column, lse, row_entropy = ctx.saved_tensors
+        hidden, weight, rows, column, top, log_sum, row_entropy = ctx.saved_tensors
         temperature, valid, group, split, dtype = ctx.numbers
         g_logprob, g_entropy = grads[0][rows], grads[1][rows]
         # Rows without a gradient cost nothing, whatever they hold.
         live = torch.nonzero((g_logprob != 0) | (g_entropy != 0))[:, 0]
         g_logprob, g_entropy = g_logprob[live, None], g_entropy[live, None]
-        lse, row_entropy, column = lse[live, None], row_entropy[live, None], column[live]
+        top, log_sum, row_entropy = top[live, None], log_sum[live, None], row_entropy[live, None]
+        column = column[live]
         full = _gather_rows(hidden, group) if split else hidden
         used = full[rows[live]]
         head = weight[:valid]
@@ -158,7 +163,8 @@ class _LinearLogprob(torch.autograd.Function):
         d_head = torch.zeros_like(head, dtype=dtype) if need_weight else None
         here = (column >= 0) & (column < valid)
         for chunk in _chunks(len(live), valid * dtype.itemsize):
-            log_p = _matmul(used[chunk], head.t(), dtype) / temperature - lse[chunk]
+            z = _matmul(used[chunk], head.t(), dtype) / temperature
+            log_p = z - top[chunk] - log_sum[chunk]
             p = log_p.exp()
             spread = torch.where(p > 0, p * (log_p + row_entropy[chunk]), 0.0)
             dz = -g_logprob[chunk] * p - g_entropy[chunk] * spread
