@@ -173,14 +173,15 @@ def _response_text(
             f"{prompt_text[same : same + 40]!r} becomes {whole[same : same + 40]!r}; {remedy}"
         )
     text = whole[len(prompt_text) :]
+    header = _after(prompt_text, prompt[-1].get("content") or "")
     for field in _TEXT_FIELDS:
         wanted = response.get(field) or ""
-        if _squeeze(wanted) not in _squeeze(text):
+        # The header may open the turn's thinking block already.
+        if _squeeze(wanted) not in _squeeze(header + text):
             raise DataError(
                 f"the chat template drops text of the assistant's turn: {wanted[:80]!r} is "
                 f"rendered as {text[:80]!r}; {remedy}"
             )
-    header = _after(prompt_text, prompt[-1].get("content") or "")
     ends_with_header = text.endswith(header) and text != header
     if ends_with_header and tokenizer.decode(tokenizer.encode(header, continues=True)).strip():
         raise DataError(

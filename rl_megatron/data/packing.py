@@ -23,6 +23,22 @@ TokenIds = Sequence[int]
 _TOKENS_OF_EQUAL_COST = 24_576
 
 
+@dataclass(frozen=True)
+class MicroBatching:
+    """How much goes through the model at once; exactly one of the two is set.
+
+    Attributes:
+        micro_batch_size: Sequences (pairs, if paired) of a micro-batch at most.
+        max_tokens_per_micro_batch: Tokens of a micro-batch at most.
+    """
+
+    micro_batch_size: int | None = None
+    max_tokens_per_micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.micro_batch_size is None) != (self.max_tokens_per_micro_batch is None)
+
+
 def pack_sft(examples: Sequence[Example]) -> PackedBatch:
     """The examples in order; sequence_ids are their places in `examples`."""
     return _pack([(example.prompt_ids, example.response_ids) for example in examples])
@@ -80,19 +96,16 @@ def plan_micro_batches(
     Raises:
         ConfigError: One sequence or pair alone exceeds the token budget.
     """
-    micro_batch_size = micro_batching.micro_batch_size
-    max_tokens_per_micro_batch = micro_batching.max_tokens_per_micro_batch
-    assert (micro_batch_size is None) != (max_tokens_per_micro_batch is None)
     width = 2 if paired else 1
     units = [range(start, start + width) for start in range(0, len(lengths), width)]
     costs = [sum(_cost(lengths[i]) for i in unit) for unit in units]
-    if micro_batch_size is not None:
-        capacity, weights = micro_batch_size, [1] * len(units)
-    else:
-        assert max_tokens_per_micro_batch is not None
-        capacity = max_tokens_per_micro_batch
+    budget = micro_batching.max_tokens_per_micro_batch
+    if budget is not None:
         weights = [sum(lengths[i] for i in unit) for unit in units]
-        _check_longest(max(weights, default=0), capacity, paired)
+        _check_longest(max(weights, default=0), budget, paired)
+    else:
+        weights = [1] * len(units)
+    capacity = budget or micro_batching.micro_batch_size or 0
     bins = _fill(weights, costs, capacity, num_ranks * multiple_of)
     dealt = _deal(bins, num_ranks)
     return [[[i for u in sorted(b.items) for i in units[u]] for b in rank] for rank in dealt]
@@ -141,19 +154,6 @@ def _pack(sequences: Sequence[tuple[TokenIds, TokenIds]], paired: bool = False) 
     )
 
 
-@dataclass(frozen=True)
-class MicroBatching:
-    """How much goes through the model at once; exactly one of the two is set.
-
-    Attributes:
-        micro_batch_size: Sequences (pairs, if paired) of a micro-batch at most.
-        max_tokens_per_micro_batch: Tokens of a micro-batch at most.
-    """
-
-    micro_batch_size: int | None = None
-    max_tokens_per_micro_batch: int | None = None
-
-
 @dataclass
 class _Bin:
     """A micro-batch that is being filled, or a rank: what is in it and how much that is."""
@@ -187,11 +187,11 @@ def _fill(
     """As few bins as first-fit decreasing needs, rounded up to `multiple`, filled evenly."""
     heaviest_first = sorted(range(len(weights)), key=lambda u: (-weights[u], u))
     packed = _place(heaviest_first, weights, costs, capacity, [], _first)
-    missing = -len(packed) % multiple if packed else multiple
-    empty = [_Bin() for _ in range(len(packed) + missing)]
+    packed += [_Bin() for _ in range(-len(packed) % multiple if packed else multiple)]
+    empty = [_Bin() for _ in packed]
     spread = _place(heaviest_first, weights, costs, capacity, empty, _least_cost)
     # Even filling may fail to fit where the tight one did.
-    return spread if len(spread) == len(empty) else packed + [_Bin() for _ in range(missing)]
+    return spread if len(spread) == len(packed) else packed
 
 
 def _place(

@@ -236,12 +236,15 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """See Tokenizer."""
         text = ""
+        # Only before the first word is a space the tokenizer's own.
+        decoder = self._starting
         for is_special, run in groupby(ids, lambda token_id: token_id in self._special_text):
             if is_special:
                 shown = (i for i in run if not (skip_special and i in self._hidden))
                 text += "".join(self._special_text[i] for i in shown)
             else:
-                text += self._starting.decode(list(run))
+                text += decoder.decode(list(run))
+                decoder = self._continuing
         return text
 
     def _render(
