@@ -48,7 +48,9 @@ def check_repository(root: Path) -> Iterator[str]:
 
 def tracked_files(root: Path) -> list[Path]:
     """What git tracks or would track: neither ignored files nor deleted ones."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    # A container may run this as another user than the one who owns the checkout.
+    git = ["git", "-c", "safe.directory=*"]
+    command = [*git, "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     paths = (root / name for name in listed.split("\0") if name)
     return sorted(path for path in paths if path.is_file())
