@@ -76,5 +76,5 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	@echo "bench: time and memory of log-probs with and without the logits (a minute)"
+	@echo "bench: time and memory of log-probs with and without the logits (two minutes)"
 	$(BIN)/python tools/bench.py

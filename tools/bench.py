@@ -18,8 +18,8 @@ from rl_megatron.kernels.linear_logprob import linear_logprob
 
 # Name, tokens of a micro-batch, hidden size, vocabulary size.
 CASES = (
-    ("SmolLM2-135M", 512, 576, 49152),
-    ("Qwen3-0.6B", 256, 1024, 151936),
+    ("SmolLM2-135M", 2048, 576, 49152),
+    ("Qwen3-0.6B", 512, 1024, 151936),
 )
 REPEATS = 2
 
