@@ -6,8 +6,9 @@ Nothing here sees a tokenizer: ids are trained as they came.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
 
 import torch
 
@@ -186,38 +187,50 @@ def _fill(
 ) -> list[_Bin]:
     """As few bins as first-fit decreasing needs, rounded up to `multiple`, filled evenly."""
     heaviest_first = sorted(range(len(weights)), key=lambda u: (-weights[u], u))
-    packed = _place(heaviest_first, weights, costs, capacity, [], _first)
-    packed += [_Bin() for _ in range(-len(packed) % multiple if packed else multiple)]
-    empty = [_Bin() for _ in packed]
-    spread = _place(heaviest_first, weights, costs, capacity, empty, _least_cost)
-    # Even filling may fail to fit where the tight one did.
-    return spread if len(spread) == len(packed) else packed
+    units = [(u, weights[u], costs[u]) for u in heaviest_first]
+    tight = _fill_tightly(units, capacity)
+    tight += [_Bin() for _ in range(-len(tight) % multiple if tight else multiple)]
+    # Even filling may have no room for something where the tight one did.
+    return _fill_evenly(units, capacity, len(tight)) or tight
 
 
-def _place(
-    order: Sequence[int],
-    weights: Sequence[int],
-    costs: Sequence[float],
-    capacity: int,
-    bins: list[_Bin],
-    choose: Callable[[list[_Bin]], _Bin],
-) -> list[_Bin]:
-    """The bins after every unit went where `choose` says; a new bin opens where none has room."""
-    for unit in order:
-        fitting = [b for b in bins if b.weight + weights[unit] <= capacity]
-        if not fitting:
-            bins.append(_Bin())
-            fitting = bins[-1:]
-        choose(fitting).add(unit, weights[unit], costs[unit])
+def _fill_tightly(units: Sequence[tuple[int, int, float]], capacity: int) -> list[_Bin]:
+    """Each unit (item, weight, cost) in the first bin with room for it."""
+    bins: list[_Bin] = []
+    not_full: list[_Bin] = []
+    for unit in units:
+        target = next((b for b in not_full if b.weight + unit[1] <= capacity), None)
+        if target is None:
+            target = _Bin()
+            bins.append(target)
+            not_full.append(target)
+        target.add(*unit)
+        # The last unit is the lightest.
+        if target.weight + units[-1][1] > capacity:
+            not_full.remove(target)
     return bins
 
 
-def _first(bins: list[_Bin]) -> _Bin:
-    return bins[0]
-
-
-def _least_cost(bins: list[_Bin]) -> _Bin:
-    return min(bins, key=lambda b: b.cost)
+def _fill_evenly(
+    units: Sequence[tuple[int, int, float]], capacity: int, num_bins: int
+) -> list[_Bin] | None:
+    """Each unit in the bin that costs least of those with room; None where none has any."""
+    bins = [_Bin() for _ in range(num_bins)]
+    by_cost = [(0.0, index) for index in range(num_bins)]
+    for unit in units:
+        without_room = []
+        while by_cost and bins[by_cost[0][1]].weight + unit[1] > capacity:
+            without_room.append(heappop(by_cost))
+        if not by_cost:
+            return None
+        target = bins[by_cost[0][1]]
+        target.add(*unit)
+        heapreplace(by_cost, (target.cost, by_cost[0][1]))
+        for entry in without_room:
+            # The last unit is the lightest: what has no room for it is full.
+            if bins[entry[1]].weight + units[-1][1] <= capacity:
+                heappush(by_cost, entry)
+    return bins
 
 
 def _deal(bins: Sequence[_Bin], num_ranks: int) -> list[list[_Bin]]:
@@ -226,5 +239,5 @@ def _deal(bins: Sequence[_Bin], num_ranks: int) -> list[list[_Bin]]:
     ranks = [_Bin() for _ in range(num_ranks)]
     for index in sorted(range(len(bins)), key=lambda i: (-bins[i].cost, i)):
         open_ranks = [rank for rank in ranks if len(rank.items) < share]
-        _least_cost(open_ranks).add(index, 1, bins[index].cost)
+        min(open_ranks, key=lambda r: r.cost).add(index, 1, bins[index].cost)
     return [[bins[index] for index in rank.items] for rank in ranks]
