@@ -51,7 +51,7 @@ def test_a_path_of_one_machine_is_found(folder: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["$HOME/work/data", "~/work/x", "a/home/b", "https://example.org/home/b", "/workspace/x"],
+    ["$SCRATCH/home/data", "~/home/x", "a/home/b", "https://example.org/home/b", "/workspace/x"],
 )
 def test_a_path_that_works_elsewhere_is_none(line: str) -> None:
     assert list(check_text("README.md", line)) == []
