@@ -108,13 +108,9 @@ def dpo_objective(
 
 
 def _weigh(batch: PackedBatch) -> PackedBatch:
-    """Tokens of valid pairs get a weight, each sequence as much as any other; the rest get 0.
+    """Each sequence weighs the same; the loss reads from it only which tokens count.
 
-    The loss reads from it which tokens count; a pair's own weight is 1 / totals.num_pairs.
+    What weighs in DPO is the pair: 1 / totals.num_pairs if it is valid.
     """
-    valid = valid_pairs(batch.cu_seqlens, batch.response_mask)
-    in_valid_pair = torch.repeat_interleave(valid.repeat_interleave(2), batch.lengths)
-    weights = aggregation_weights(
-        batch.cu_seqlens, batch.response_mask & in_valid_pair, "seq-mean-token-mean"
-    )
+    weights = aggregation_weights(batch.cu_seqlens, batch.response_mask, "seq-mean-token-mean")
     return batch.with_fields(loss_weights=weights)
