@@ -52,7 +52,7 @@ def random_job(vocab_size, dtype, sequence_parallel):
 
 
 def given_job(shards, targets):
-    """One row with hidden state [1.] per target; the weights of a shard are its logits times 0.7."""
+    """One row of hidden state 1 per target; the weights of a shard are its logits times 0.7."""
     import os
 
     shard = 0.7 * torch.tensor(shards[int(os.environ["RANK"])])[:, None]

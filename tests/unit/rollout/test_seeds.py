@@ -25,7 +25,7 @@ def test_numbers_are_uniform_within_and_across_streams():
     within = uniforms([stream_key(0, 1)] * 20_000, range(20_000))
     across = uniforms([stream_key(0, row) for row in range(20_000)], [0] * 20_000)
     for numbers in (within, across):
-        assert 0 <= numbers.min() and numbers.max() < 1
+        assert numbers.min() >= 0 and numbers.max() < 1
         counts = np.histogram(numbers, bins=100, range=(0, 1))[0]
         chi_square = ((counts - 200) ** 2 / 200).sum()
         # 99 degrees of freedom: mean 99, standard deviation 14.

@@ -1,0 +1,176 @@
+"""`TorchBackend`: the whole model in one process, without Megatron.
+
+It shares with the other backends what makes the numbers (the objective, the weights of tokens, the
+micro-batch plan, log-probs from hidden states), and nothing of how a model is run.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rl_megatron.backends.offload import Offloaded
+from rl_megatron.backends.reduce import MetricReducer, check_finite
+from rl_megatron.backends.torch.optimizer import MainWeightAdamW
+from rl_megatron.checkpoint.hf_files import SINGLE_FILE, HFWeights
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.data.packing import MicroBatching, plan_micro_batches
+from rl_megatron.errors import CheckpointError
+from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.metric_names import LOSS_TOTAL
+from rl_megatron.interfaces.objective import ModelOutput, Objective
+from rl_megatron.kernels.linear_logprob import linear_logprob
+from rl_megatron.losses.aggregate import totals
+from rl_megatron.models.transformers_model import (
+    load_transformers_model,
+    named_weights,
+    set_weights,
+)
+from rl_megatron.parallel.process import Process
+
+_OPTIMIZER_FILE = "optimizer.pt"
+
+
+class TorchBackend:
+    """The `PolicyBackend` protocol on a transformers model.
+
+    Args:
+        folder: Hugging Face folder.
+        process: This process, alone in its job.
+        micro_batching: How sequences are put together for one forward pass.
+        temperature: Logits are divided by it.
+        dtype: Of weights and activations.
+        optimizer: Adam's settings; None for a frozen model.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        process: Process,
+        micro_batching: MicroBatching,
+        temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        optimizer: OptimizerConfig | None = None,
+    ) -> None:
+        assert process.layout.world_size == 1, "the torch backend is one process"
+        # Never in training mode: with dropout no ratio would be 1.
+        self.model = load_transformers_model(folder, dtype, process.device).eval()
+        self.model.requires_grad_(optimizer is not None)
+        self.process = process
+        self.micro_batching = micro_batching
+        self.temperature = temperature
+        self._reducer = MetricReducer(process)
+        self._offloaded = Offloaded()
+        self._optimizer: MainWeightAdamW | None = None
+        if optimizer is not None:
+            self._optimizer = MainWeightAdamW(self.model.parameters(), optimizer)
+
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """Log-prob of every response token of the whole batch; see `PolicyBackend`."""
+        result = torch.zeros(batch.num_tokens, dtype=torch.float32)
+        with torch.inference_mode():
+            for index, micro_batch in self._micro_batches(batch):
+                result[index] = self._output(micro_batch).logprobs.float().cpu()
+        return result
+
+    def train_step(self, batch: PackedBatch, objective: Objective, lr: float) -> dict[str, float]:
+        """One optimiser step on the whole mini-batch; see `PolicyBackend`."""
+        assert self._optimizer is not None, "a frozen model has no optimizer"
+        batch = objective.weigh(batch)
+        counts = totals(batch)
+        self._optimizer.zero_grad()
+        outputs = []
+        for _, micro_batch in self._micro_batches(batch):
+            output = objective.loss(self._output(micro_batch), micro_batch, counts)
+            output.loss.backward()
+            self._optimizer.collect_gradients()
+            shares = {LOSS_TOTAL: output.loss.detach(), **output.metrics}
+            outputs.append({"shares": shares, "maxima": output.maxima})
+        metrics = self._reducer.reduce(objective.name, outputs)
+        norm = self._optimizer.gradient_norm()
+        check_finite(metrics, norm)
+        self._optimizer.step(lr, norm)
+        return metrics | {"optimizer/grad_norm": norm, "optimizer/lr": lr}
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name; the live ones."""
+        return named_weights(self.model)
+
+    def save(self, folder: Path) -> None:
+        """Write weights (the float32 main ones of a bf16 model) and the state of Adam."""
+        weights = dict(self.named_weights())
+        if self._optimizer is not None:
+            weights = dict(zip(weights, self._optimizer.main_weights, strict=True))
+            torch.save(self._optimizer.state(), folder / _OPTIMIZER_FILE)
+        on_host = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+        save_file(on_host, folder / SINGLE_FILE, metadata={"format": "pt"})
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote. A frozen model reads the weights only."""
+        whole = (slice(None),)
+        with HFWeights(folder) as files:
+            set_weights(self.model, ((n, files.read(n, whole)) for n in sorted(files.names)))
+            if self._optimizer is None:
+                return
+            names = [name for name, _ in self.named_weights()]
+            for name, main in zip(names, self._optimizer.main_weights, strict=True):
+                main.data.copy_(files.read(name, whole))
+        self._optimizer.load_state(_read_optimizer(folder / _OPTIMIZER_FILE))
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to host memory; nothing to do on a CPU."""
+        if self.process.device.type != "cpu":
+            self._offloaded.take([*self.model.parameters(), *self._optimizer_tensors()])
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        self._offloaded.restore()
+
+    def close(self) -> None:
+        """Drop model and optimizer."""
+        del self.model
+        self._optimizer = None
+
+    def _micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, PackedBatch]]:
+        """Micro-batches on the model's device, and where their tokens are in `batch`."""
+        lengths = batch.lengths.tolist()
+        for members in plan_micro_batches(lengths, batch.paired, 1, self.micro_batching)[0]:
+            if any(lengths[i] for i in members):
+                part = batch.select(members)
+                yield batch.token_index(members), part.to(self.process.device)
+
+    def _output(self, batch: PackedBatch) -> ModelOutput:
+        """Log-probs and entropy of response tokens, 0 elsewhere, of a micro-batch on the device.
+
+        Padding stands to the right of every sequence, where causal attention does not look.
+        """
+        padded = pad_sequence(batch.tokens.split(batch.lengths.tolist()), batch_first=True)
+        hidden = self.model.base_model(padded, use_cache=False).last_hidden_state
+        columns = torch.arange(padded.shape[1], device=padded.device)
+        rows = hidden[columns < batch.lengths[:, None]]
+        # Row t speaks about token t + 1: the last row of a sequence about nothing.
+        targets = torch.where(batch.response_mask, batch.tokens, -1)[1:]
+        head = self.model.get_output_embeddings().weight
+        values = linear_logprob(rows[:-1], head, targets, self.temperature, head.shape[0])
+        logprobs, entropy = (torch.nn.functional.pad(value, (1, 0)) for value in values)
+        return ModelOutput(logprobs, entropy)
+
+    def _optimizer_tensors(self) -> list[Tensor]:
+        return [] if self._optimizer is None else self._optimizer.tensors()
+
+
+def _read_optimizer(path: Path) -> dict[int, object]:
+    """Adam's state; CheckpointError naming the file if it is missing or broken."""
+    try:
+        state: dict[int, object] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}). Resume from another checkpoint."
+        ) from error
+    return state

@@ -1,0 +1,81 @@
+"""A transformers model on one device, as the torch backend and the hf engine hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from rl_megatron.errors import CheckpointError
+from rl_megatron.models.families import read_shape
+
+
+def load_transformers_model(
+    folder: Path, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The model of a Hugging Face folder, all of its weights read from there.
+
+    Raises:
+        CheckpointError: The family is unknown, or the weights are missing, incomplete or not those
+            that config.json describes (transformers would fill in random ones).
+    """
+    read_shape(folder)
+    logging.disable_progress_bar()  # It would fill the logs of jobs without a terminal.
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded as a model: {error}. Copy the folder again."
+        ) from error
+    if missing := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(missing)}, which config.json asks for. Copy it again."
+        )
+    if unexpected := sorted(info["unexpected_keys"]):
+        raise CheckpointError(
+            f"{folder} holds {', '.join(unexpected)}, which config.json gives no place to; the "
+            "model would not be the one in the folder. Check model_type and its settings."
+        )
+    return model.to(device)
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under its Hugging Face name; a head that is tied to the embedding is not one."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+
+
+@torch.no_grad()
+def set_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights into the model, cast to its dtype; they must be exactly its own.
+
+    Raises:
+        CheckpointError: A weight is missing, unknown or of another shape.
+    """
+    parameters = dict(model.named_parameters())
+    for name, value in weights:
+        target = parameters.pop(name, None)
+        if target is None or target.shape != value.shape:
+            expected = "no such weight" if target is None else str(list(target.shape))
+            raise CheckpointError(
+                f"{name} has shape {list(value.shape)}, the model has {expected}: the weights are "
+                "those of another model. Check model.path."
+            )
+        target.copy_(value)
+    if parameters:
+        raise CheckpointError(
+            f"weights are missing: {', '.join(parameters)}. They are those of another model; check "
+            "model.path."
+        )

@@ -1,0 +1,129 @@
+"""Sampling on a transformers model in one process, with our own loop and rules.
+
+transformers' `generate` is not used: it fills in what generation_config.json of the model folder
+says (repetition penalties, top_k), and its random numbers depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
+from rl_megatron.models.transformers_model import set_weights
+from rl_megatron.parallel.process import Process
+from rl_megatron.rollout.requests import Request, make_requests, to_rollout
+from rl_megatron.rollout.sampling import sample
+from rl_megatron.rollout.seeds import uniforms
+
+
+class HFEngine:
+    """The `RolloutEngine` protocol on a transformers model.
+
+    Args:
+        model: From `load_transformers_model`; that of the `TorchBackend`, or one of its own.
+        process: This process, alone in its job.
+        decode: Text of token ids, special tokens left out.
+        max_concurrent_sequences: Responses sampled side by side.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        process: Process,
+        decode: Callable[[list[int]], str],
+        max_concurrent_sequences: int,
+    ) -> None:
+        assert process.layout.world_size == 1, "the hf engine is one process"
+        self._model = model.eval()
+        self._decode = decode
+        self._max_concurrent = max_concurrent_sequences
+        self._device = process.device
+        self._policy_version = 0
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, group_size: int, seed: int
+    ) -> list[Rollout]:
+        """`group_size` rollouts of each prompt; see `RolloutEngine`."""
+        requests = make_requests(prompts, group_size, seed)
+        for start in range(0, len(requests), self._max_concurrent):
+            self._run_wave(requests[start : start + self._max_concurrent], sampling)
+        return [to_rollout(r, self._decode, self._policy_version) for r in requests]
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
+        """Copy the weights in (onto themselves, if the model is the trainer's)."""
+        set_weights(self._model, weights)
+        self._policy_version = policy_version
+
+    def sleep(self) -> None:
+        """Nothing to give back: the cache lives only as long as a call of `generate`."""
+
+    def wake(self) -> None:
+        """Nothing to take back."""
+
+    def close(self) -> None:
+        """Let go of the model."""
+        del self._model
+
+    def _run_wave(self, wave: list[Request], sampling: Sampling) -> None:
+        """Sample all responses of a wave to their ends."""
+        # float32, as in the log-probs of training: bf16 logits are off by several percent.
+        head = self._model.get_output_embeddings().weight.float()
+        cache = DynamicCache()
+        active = wave
+        mask, hidden = self._read_prompts(wave, cache)
+        while True:
+            tokens = _next_tokens(hidden @ head.t(), active, sampling)
+            running = [i for i, request in enumerate(active) if request.finished is None]
+            if not running:
+                return
+            if len(running) < len(active):
+                active = [active[i] for i in running]
+                rows = torch.tensor(running, device=self._device)
+                tokens, mask = tokens[rows], mask[rows]
+                cache.batch_select_indices(rows)
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            hidden = self._forward(tokens[:, None], mask, cache)
+
+    def _read_prompts(self, wave: list[Request], cache: DynamicCache) -> tuple[Tensor, Tensor]:
+        """Fill the cache, one row per request; the mask [n, S] and the last hidden states [n, H].
+
+        Prompts stand right-aligned, so that all responses begin in one column. A prompt that
+        several requests share is read once.
+        """
+        prompts = list(dict.fromkeys(request.prompt.token_ids for request in wave))
+        longest = max(len(prompt) for prompt in prompts)
+        tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        tokens, mask = tokens.to(self._device), mask.to(self._device)
+        hidden = self._forward(tokens, mask, cache)
+        place = {prompt: row for row, prompt in enumerate(prompts)}
+        rows = torch.tensor([place[r.prompt.token_ids] for r in wave], device=self._device)
+        cache.batch_select_indices(rows)
+        return mask[rows], hidden[rows]
+
+    def _forward(self, tokens: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
+        """Append tokens [n, L] to the cache; hidden states [n, H] fp32 after the last of them.
+
+        `mask` [n, S] is 1 on real tokens, those in the cache included; positions count only these.
+        """
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        # By position, because releases of transformers differ in the name of the cache.
+        output = self._model.base_model(tokens, mask, positions, cache, use_cache=True)
+        hidden: Tensor = output.last_hidden_state[:, -1].float()
+        return hidden
+
+
+def _next_tokens(logits: Tensor, active: list[Request], sampling: Sampling) -> Tensor:
+    """Sample a token [n] for every active request and give it to the request."""
+    counts = [len(request.response_ids) for request in active]
+    numbers = uniforms([request.key for request in active], counts)
+    sampled = torch.tensor(counts, device=logits.device)
+    tokens, logprobs = sample(logits, sampling, sampled, numbers)
+    for request, token, logprob in zip(active, tokens.tolist(), logprobs.tolist(), strict=True):
+        request.take(token, logprob, sampling)
+    return tokens

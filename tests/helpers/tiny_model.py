@@ -1,0 +1,93 @@
+"""Tiny random Hugging Face models with a tokenizer, of every family, that say something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>")
+PAD, EOS, BOS = range(3)
+
+
+def make_tiny_hf(
+    folder: Path,
+    family: str = "llama",
+    vocab_size: int = 131,
+    layers: int = 2,
+    tie: bool = False,
+    rope: dict[str, Any] | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """`folder` with a random model and a tokenizer of one token per character.
+
+    Weights, biases and norms are all random and wide enough that no distribution is flat. The
+    odd vocabulary needs padding under any tensor parallelism. `rope`: e.g. `LLAMA3_ROPE`.
+    """
+    more: dict[str, Any] = {"head_dim": 16} if family in ("llama", "qwen3") else {}
+    if family == "mistral":
+        more["sliding_window"] = None
+    config = CONFIGS[family](
+        vocab_size=vocab_size,
+        num_hidden_layers=layers,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=tie,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", **(rope or {})},
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        **more,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * noise)
+            else:
+                parameter.copy_((0.4 if "embed" in name or "head" in name else 0.25) * noise)
+    model.save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character or newline; no token before a text."""
+    characters = ["\n", *map(chr, range(32, 127))]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    )

@@ -1,0 +1,89 @@
+"""Loading with transformers: what is not in the folder is an error, never a random weight."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_megatron.errors import CheckpointError
+from rl_megatron.models.transformers_model import (
+    load_transformers_model,
+    named_weights,
+    set_weights,
+)
+from tests.helpers.tiny_model import make_tiny_hf
+
+CPU = torch.device("cpu")
+
+
+def rewrite(folder, change):
+    """Change the weights file of a folder."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_weights_are_those_of_the_file_bit_by_bit(tie, tmp_path):
+    folder = make_tiny_hf(tmp_path, tie=tie)
+    found = dict(named_weights(load_transformers_model(folder, torch.float32, CPU)))
+    expected = load_file(folder / "model.safetensors")
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert ("lm_head.weight" in found) != tie
+
+
+def test_dtype_is_what_was_asked_for(tmp_path):
+    model = load_transformers_model(make_tiny_hf(tmp_path), torch.bfloat16, CPU)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_missing_weight_is_an_error(tmp_path):
+    folder = make_tiny_hf(tmp_path)
+    rewrite(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_transformers_model(folder, torch.float32, CPU)
+
+
+def test_a_weight_that_the_model_has_no_place_for_is_an_error(tmp_path):
+    folder = make_tiny_hf(tmp_path)
+    rewrite(folder, lambda weights: weights.update({"model.extra.weight": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match=r"holds model\.extra\.weight"):
+        load_transformers_model(folder, torch.float32, CPU)
+
+
+def test_a_weight_of_another_shape_is_an_error(tmp_path):
+    folder = make_tiny_hf(tmp_path)
+    rewrite(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(5)}))
+    with pytest.raises(CheckpointError, match=str(folder)):
+        load_transformers_model(folder, torch.float32, CPU)
+
+
+def test_no_or_broken_files_are_errors(tmp_path):
+    folder = make_tiny_hf(tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_transformers_model(folder, torch.float32, CPU)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_transformers_model(folder, torch.float32, CPU)
+
+
+def test_an_unknown_family_is_an_error(tmp_path):
+    folder = make_tiny_hf(tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gemma2"}))
+    with pytest.raises(CheckpointError, match="gemma2"):
+        load_transformers_model(folder, torch.float32, CPU)
+
+
+def test_set_weights_copies_and_keeps_the_parameters(tmp_path):
+    model = load_transformers_model(make_tiny_hf(tmp_path), torch.float32, CPU)
+    before = {name: value.data_ptr() for name, value in named_weights(model)}
+    doubled = {name: 2 * value.double() for name, value in named_weights(model)}
+    set_weights(model, doubled.items())
+    for name, value in named_weights(model):
+        assert torch.equal(value, doubled[name].float())
+        assert value.data_ptr() == before[name]
