@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rl_megatron.errors import CheckpointError
 # The optimizer's state in the shape of its parameters: slower to write than buckets, but it can be
 # read under another layout.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_COPY_TENSORS = "_set_main_param_and_optimizer_states"
 
 
 def save_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = None) -> None:
@@ -54,7 +56,7 @@ def load_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = No
     for key, chunk in _named(chunks):
         chunk.load_state_dict(state[key])
     if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(optimizer, state["optimizer"])
 
 
 def _named(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -75,15 +77,19 @@ def _state(chunks: Sequence[nn.Module], optimizer: Any, is_loading: bool) -> dic
     return state
 
 
-def _fill_adam_state(optimizer: Any) -> None:
-    """Give a torch Adam that has not stepped yet the zero state that its first step would make.
-
-    Without Transformer Engine or Apex, Megatron cannot describe an Adam that has no state.
-    """
+def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
+    """Megatron's optimizers whose Adam is torch's: those of machines without Apex and TE."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        adam = part.optimizer
-        if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-            continue
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            yield part, part.optimizer
+
+
+def _fill_adam_state(optimizer: Any) -> None:
+    """Give an Adam that has not stepped yet the zero state that its first step would make.
+
+    Megatron cannot describe torch's Adam without state.
+    """
+    for _, adam in _torch_adams(optimizer):
         for group in adam.param_groups:
             for parameter in group["params"]:
                 if not adam.state[parameter]:
@@ -92,3 +98,31 @@ def _fill_adam_state(optimizer: Any) -> None:
                         "exp_avg": torch.zeros_like(parameter),
                         "exp_avg_sq": torch.zeros_like(parameter),
                     }
+
+
+def _load_optimizer(optimizer: Any, state: Any) -> None:
+    """Load Megatron's optimizer state, around two mistakes it makes with torch's Adam.
+
+    Torch keeps the step among the tensors of each parameter. Megatron's distributed optimizer
+    looks for it among the tensors in the file, where it is not; and it gives all parameters one
+    and the same step tensor, which then grows by one for each parameter instead of each step.
+    """
+    with contextlib.ExitStack() as undo:
+        for part, adam in _torch_adams(optimizer):
+            if hasattr(part, _COPY_TENSORS):
+                setattr(part, _COPY_TENSORS, _copy_with_step(getattr(part, _COPY_TENSORS), adam))
+                undo.callback(delattr, part, _COPY_TENSORS)
+        optimizer.load_state_dict(state)
+    for _, adam in _torch_adams(optimizer):
+        for tensors in adam.state.values():
+            tensors["step"] = tensors["step"].clone()
+
+
+def _copy_with_step(
+    copy: Callable[[Any, dict[str, Any]], None], adam: torch.optim.Optimizer
+) -> Callable[[Any, dict[str, Any]], None]:
+    def copy_with_step(parameter: Any, tensors: dict[str, Any]) -> None:
+        step = next(iter(adam.state.values()))["step"]
+        copy(parameter, {"step": step, **tensors})
+
+    return copy_with_step
