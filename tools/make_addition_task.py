@@ -102,6 +102,8 @@ def build_model(seed: int, pad_id: int, bos_id: int, eos_id: int) -> LlamaForCau
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=128,
+        # 1 / sqrt(hidden_size). With the usual 0.02 a model this narrow learns three times slower.
+        initializer_range=0.1,
         tie_word_embeddings=False,
         pad_token_id=pad_id,
         bos_token_id=bos_id,
