@@ -65,14 +65,15 @@ def build_rewards(
     Raises:
         ConfigError: A function that does not exist, or an over-long buffer that does not fit.
     """
-    rewards: list[NamedReward] = []
-    for index, config in enumerate(configs):
-        name = config.path.rpartition(":")[2] if isinstance(config, PythonConfig) else config.name
-        if any(reward.name == name for reward in rewards):
-            name = f"{name}_{index}"
-        values = build_reward(config, max_response_tokens)
-        rewards.append(NamedReward(name, config.weight, values))
-    return tuple(rewards)
+    return tuple(
+        NamedReward(_name(config), config.weight, build_reward(config, max_response_tokens))
+        for config in configs
+    )
+
+
+def _name(config: RewardConfig) -> str:
+    """What a reward is recorded as; a run with two of one name is refused with its config."""
+    return config.path.rpartition(":")[2] if isinstance(config, PythonConfig) else config.name
 
 
 def score(rollouts: Sequence[Rollout], rewards: Sequence[NamedReward]) -> Scores:

@@ -74,11 +74,10 @@ def test_rewards_from_their_configs(tmp_path):
             AnswerTagConfig(name="answer_tag"),
             LengthConfig(name="length", max_tokens=20, weight=0.5),
             PythonConfig(name="python", path=f"{file}:polite"),
-            PythonConfig(name="python", path=f"{file.parent}/./mine.py:polite"),
         ],
         max_response_tokens=30,
     )
-    assert [r.name for r in rewards] == ["answer_tag", "length", "polite", "polite_3"]
+    assert [r.name for r in rewards] == ["answer_tag", "length", "polite"]
     scores = score(rollouts("<answer>5</answer>", "<answer>5</answer>....."), rewards)
     assert scores.rewards == (1.0, 0.5)
     assert scores.means == {"answer_tag": 1.0, "length": -0.5}
