@@ -15,26 +15,29 @@ from rl_megatron.parallel.process import Process
 class MetricReducer:
     """Adds up shares, takes maxima, over all ranks, in two small collectives a step.
 
-    Ranks that saw no micro-batch do not know the metric names; the last rank (always on the last
-    pipeline stage) tells them once per objective.
+    Ranks before the last pipeline stage do not know the metric names; the last rank tells them,
+    once per objective.
     """
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._names: dict[str, tuple[list[str], list[str]]] = {}
 
-    def reduce(self, objective: str, outputs: list[dict[str, Any]]) -> dict[str, float]:
+    def reduce(
+        self, objective: str, outputs: list[dict[str, Any]], speaks: bool = True
+    ) -> dict[str, float]:
         """The metrics of the mini-batch, equal on all ranks.
 
         Args:
             objective: Its name; the same objective always has the same metrics.
             outputs: {"shares": {name: scalar}, "maxima": {name: scalar}} per micro-batch of this
-                rank; empty on a rank that does not speak.
+                rank; empty before the last pipeline stage.
+            speaks: Whether this rank's numbers count: one rank per tensor-parallel group.
         """
         shares, maxima = self._metric_names(objective, outputs)
         sums = torch.zeros(len(shares), dtype=torch.float64)
         peaks = torch.full((len(maxima),), -math.inf, dtype=torch.float64)
-        for output in outputs:
+        for output in outputs if speaks else []:
             sums += torch.stack([output["shares"][n].double() for n in shares]).cpu()
             if maxima:
                 values = torch.stack([output["maxima"][n].double() for n in maxima]).cpu()

@@ -11,6 +11,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -75,8 +79,9 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Weights always come from a checkpoint.
-        perform_initialization=False,
+        # Weights always come from a checkpoint, but Megatron marks what is tensor-parallel while
+        # it initialises; without the marks its gradient norm would count one shard only.
+        perform_initialization=True,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -86,23 +91,26 @@ def transformer_config(
     )
 
 
-def layer_spec(shape: ModelShape) -> Any:
-    """The modules of one layer: Transformer Engine's on a GPU where installed, else Megatron's.
+def block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> Any:
+    """The modules of one chunk: Transformer Engine's on a GPU where installed, else Megatron's.
 
-    The core attention is ours in both: it rotates, packs and caches.
+    The core attention is ours in both: it rotates, packs and caches. Beside Megatron's linear
+    layers the norms are ours too.
     """
     engine = importlib.util.find_spec("transformer_engine") is not None
     if engine and not cpu_runtime.needed():
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
-    else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-        layer = spec.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        if shape.qk_norm:
-            layer.self_attention.submodules.q_layernorm = RMSNorm
-            layer.self_attention.submodules.k_layernorm = RMSNorm
-    spec.submodules.self_attention.submodules.core_attention = CoreAttention
-    return spec
+        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+        layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        return layer
+    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    modules = layer.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    if shape.qk_norm:
+        modules.self_attention.submodules.q_layernorm = RMSNorm
+        modules.self_attention.submodules.k_layernorm = RMSNorm
+    modules.self_attention.submodules.core_attention = CoreAttention
+    num_layers = get_num_layers_to_build(config, vp_stage=chunk)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 
 class PolicyModel(GPTModel):
@@ -121,11 +129,6 @@ class PolicyModel(GPTModel):
         self.inverse_frequencies = inverse_frequencies(shape.rope, shape.head_dim).to(
             process.device
         )
-        norm = getattr(self.decoder, "final_layernorm", None)
-        if norm is not None and not isinstance(norm, RMSNorm) and cpu_runtime.needed():
-            self.decoder.final_layernorm = RMSNorm(
-                self.config, self.config.hidden_size, shape.norm_eps
-            )
 
     def forward(  # type: ignore[override]
         self, tokens: Tensor, context: SequenceContext, targets: Tensor | None = None
@@ -171,18 +174,19 @@ def build_model(
     config = transformer_config(shape, process, dtype, recompute)
     chunks = []
     for chunk in range(layout.virtual):
+        vp_stage = chunk if layout.virtual > 1 else None
         model = PolicyModel(
             shape,
             process,
             temperature,
             config=config,
-            transformer_layer_spec=layer_spec(shape),
+            transformer_layer_spec=block_spec(shape, config, vp_stage),
             vocab_size=padded_vocab_size(shape.vocab_size, vocab_divisor, layout.tensor),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=process.stage == 0 and chunk == 0,
             post_process=process.is_last_stage and chunk == layout.virtual - 1,
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
-            vp_stage=chunk if layout.virtual > 1 else None,
+            vp_stage=vp_stage,
         )
         chunks.append(model.to(device=process.device, dtype=dtype))
     return chunks

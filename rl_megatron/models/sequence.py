@@ -145,14 +145,16 @@ def packed_context(
 
 
 def prefill_context(
-    cu_seqlens: Tensor, inverse_frequencies: Tensor, cache: KeyValueCache, device: torch.device
+    cu_seqlens: Tensor, inverse_frequencies: Tensor, cache: KeyValueCache, first_row: int
 ) -> SequenceContext:
-    """The context of prompts that fill an empty cache; sequence i is cache row i."""
-    context = packed_context(cu_seqlens, inverse_frequencies, device)
+    """The context of sequences that fill cache rows first_row, first_row + 1, ..."""
+    context = packed_context(cu_seqlens, inverse_frequencies, cache.device)
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    rows = first_row + torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     context.cache = cache
-    context.rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
-    context.positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(device)
+    context.rows = rows.to(cache.device)
+    context.positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(cache.device)
+    cache.lengths[first_row : first_row + len(lengths)] = lengths
     return context
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -127,6 +128,8 @@ def _patch_random() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # It warns when the CPU's generator moves while a stream is in use; here that is the stream.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 
 def needed() -> bool:

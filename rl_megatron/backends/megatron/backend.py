@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,18 @@ from rl_megatron.backends.megatron.optimizer import (
     finalize_gradients,
     wrap_chunks,
 )
+from rl_megatron.backends.offload import Offloaded
 from rl_megatron.backends.reduce import MetricReducer, check_finite
 from rl_megatron.checkpoint.hf_save import iter_hf_weights
-from rl_megatron.checkpoint.megatron import load_model, save_model
+from rl_megatron.checkpoint.megatron import load_megatron, save_megatron
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching, plan_micro_batches
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import Objective, Totals
+from rl_megatron.interfaces.weights import WeightRule
 from rl_megatron.losses.aggregate import totals
 from rl_megatron.models.gpt import PolicyModel
+from rl_megatron.parallel.inference import inference_mode
 from rl_megatron.parallel.process import Process
 
 LossShare = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]]
@@ -37,6 +40,7 @@ class MegatronBackend:
 
     Args:
         chunks: This rank's part of the model (models/gpt.py), weights loaded.
+        rules: All weights of the model by name (models/families).
         process: Where this rank stands.
         micro_batching: How sequences are put together for one forward pass.
         optimizer: Adam's settings; None for a frozen model.
@@ -46,15 +50,18 @@ class MegatronBackend:
     def __init__(
         self,
         chunks: list[PolicyModel],
+        rules: Sequence[WeightRule],
         process: Process,
         micro_batching: MicroBatching,
         optimizer: OptimizerConfig | None = None,
         distributed_optimizer: bool = True,
     ) -> None:
         self.chunks = chunks
+        self.rules = rules
         self.process = process
         self.micro_batching = micro_batching
         self._reducer = MetricReducer(process)
+        self._offloaded = Offloaded()
         self._optimizer: Any = None
         self._modules: list[Any] = list(chunks)
         if optimizer is None:
@@ -77,11 +84,10 @@ class MegatronBackend:
         def share(micro_batch: MicroBatch, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
             return rows.new_zeros(()), {"logprobs": micro_batch.output(rows).logprobs}
 
-        with torch.inference_mode():
+        with inference_mode():
             outputs = self._run(batch, plan, share, forward_only=True)
         result = torch.zeros(batch.num_tokens, dtype=torch.float32)
-        # One rank speaks for its tensor-parallel group; the others add zeros.
-        if self.process.is_last_stage and self.process.tensor_rank == 0:
+        if self._speaks:
             for members, output in zip(plan, outputs, strict=True):
                 result[batch.token_index(members)] = output["logprobs"].float().cpu()
         return self.process.all_reduce(result)
@@ -98,35 +104,40 @@ class MegatronBackend:
         outputs = self._run(
             batch, self._plan(batch), partial(_loss_share, objective, counts), forward_only=False
         )
-        speaks = self.process.is_last_stage and self.process.tensor_rank == 0
-        metrics = self._reducer.reduce(objective.name, outputs if speaks else [])
+        metrics = self._reducer.reduce(objective.name, outputs, self._speaks)
         return metrics | {"optimizer/grad_norm": self._step(metrics, lr), "optimizer/lr": lr}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
-        return iter_hf_weights(self.chunks, self.process)
+        return iter_hf_weights(self.chunks, self.rules, self.process)
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state, readable under any layout."""
-        save_model(folder, self.chunks, self._optimizer)
+        save_megatron(folder, self.chunks, self._optimizer)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote under any layout."""
-        load_model(folder, self.chunks, self._optimizer)
+        load_megatron(folder, self.chunks, self._optimizer)
 
     def offload(self) -> None:
-        """Move weights and optimizer state to host memory."""
-        self._move(torch.device("cpu"))
+        """Move weights, gradients and optimizer state to host memory; nothing to do on a CPU."""
+        if self.process.device.type != "cpu":
+            self._offloaded.take(self._device_tensors())
 
     def onload(self) -> None:
         """Undo `offload`."""
-        self._move(self.process.device)
+        self._offloaded.restore()
 
     def close(self) -> None:
         """Drop model and optimizer."""
         self._modules = []
         self.chunks = []
         self._optimizer = None
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank's results count: one rank of its tensor-parallel group, last stage."""
+        return self.process.is_last_stage and self.process.tensor_rank == 0
 
     def _plan(self, batch: PackedBatch) -> list[list[int]]:
         """The micro-batches of this rank: indices of sequences."""
@@ -182,10 +193,16 @@ class MegatronBackend:
         for module in self._modules:
             module.train(train)
 
-    def _move(self, device: torch.device) -> None:
+    def _device_tensors(self) -> Iterator[Tensor]:
+        """Everything this backend keeps on the device."""
         for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                parameter.data = parameter.data.to(device)
+            yield from chunk.parameters()
+            yield from (p.main_grad for p in chunk.parameters() if hasattr(p, "main_grad"))
+        for part in getattr(self._optimizer, "chained_optimizers", []):
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _loss_share(
@@ -205,5 +222,3 @@ def _as_megatron_loss(
     loss, report = share(micro_batch, rows)
     assert math.prod(loss.shape) == 1
     return loss, torch.zeros((), dtype=torch.int, device=rows.device), report
-
-

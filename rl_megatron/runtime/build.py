@@ -1,0 +1,160 @@
+"""From a configuration to objects: models, engines, data. Everything that can be wrong is found
+here, before the first step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import torch
+
+from rl_megatron.checkpoint.folders import ModelFolder, resolve_model_folder
+from rl_megatron.config.layout import check_model_fits, check_world_size
+from rl_megatron.config.parallel import ParallelConfig
+from rl_megatron.config.runs import RunBase
+from rl_megatron.data.packing import MicroBatching
+from rl_megatron.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine
+from rl_megatron.models.families import read_shape, weight_rules
+from rl_megatron.models.shape import ModelShape
+from rl_megatron.parallel.layout import Layout
+from rl_megatron.parallel.process import Process, start_megatron, start_single
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def make_layout(parallel: ParallelConfig, world_size: int) -> Layout:
+    """The layout that a configuration asks for on `world_size` ranks."""
+    return Layout(
+        tensor=parallel.tensor_model_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        virtual=parallel.virtual_pipeline_model_parallel_size or 1,
+        context=parallel.context_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+        data=parallel.data_parallel_size(world_size),
+        sequence_parallel=parallel.sequence_parallel,
+        first_stage_layers=parallel.num_layers_in_first_pipeline_stage,
+        last_stage_layers=parallel.num_layers_in_last_pipeline_stage,
+    )
+
+
+def start_process(run: RunBase, world_size: int) -> Process:
+    """Join the job in the layout of the run."""
+    check_world_size(run.parallel, world_size, run.cluster)
+    if run.backend == "torch":
+        return start_single()
+    return start_megatron(make_layout(run.parallel, world_size), run.seed)
+
+
+def build_tokenizer(run: RunBase) -> Tokenizer:
+    """The tokenizer of the run, checked against the model's vocabulary."""
+    folder = resolve_model_folder(Path(run.model.path))
+    tokenizer = load_tokenizer(run.model.tokenizer_path or folder.hf, run.model.chat_template)
+    check_vocabulary(tokenizer, read_shape(folder.hf).vocab_size)
+    return tokenizer
+
+
+def build_policy(
+    run: RunBase,
+    process: Process,
+    micro_batching: MicroBatching,
+    path: str | None = None,
+    temperature: float = 1.0,
+    trained: bool = True,
+) -> PolicyBackend:
+    """The model at `path` (default: `model.path`), ready to score and, if `trained`, to step."""
+    folder = resolve_model_folder(Path(path or run.model.path))
+    optimizer = run.optimizer if trained else None
+    if run.backend == "torch":
+        from rl_megatron.backends.torch import TorchBackend
+
+        return TorchBackend(
+            folder.hf,
+            process,
+            micro_batching,
+            temperature=temperature,
+            dtype=_DTYPES[run.model.dtype],
+            optimizer=optimizer,
+        )
+    return _build_megatron(run, process, micro_batching, folder, temperature, trained)
+
+
+def _build_megatron(
+    run: RunBase,
+    process: Process,
+    micro_batching: MicroBatching,
+    folder: ModelFolder,
+    temperature: float,
+    trained: bool,
+) -> PolicyBackend:
+    from rl_megatron.backends.megatron import MegatronBackend
+    from rl_megatron.checkpoint.hf_load import load_hf_weights
+    from rl_megatron.checkpoint.megatron import load_megatron
+    from rl_megatron.models.gpt import build_model
+
+    shape = read_shape(folder.hf)
+    check_model_fits(
+        run.parallel,
+        num_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        intermediate_size=shape.intermediate_size,
+    )
+    divisor = run.model.make_vocab_size_divisible_by
+    chunks = build_model(
+        shape, process, _DTYPES[run.model.dtype], divisor, temperature, run.model.recompute
+    )
+    rules = weight_rules(shape, divisor)
+    if folder.megatron is None:
+        load_hf_weights(chunks, rules, folder.hf, process)
+    else:
+        load_megatron(folder.megatron, chunks)
+    logger.info("%s: %s parameters from %s", shape.family, f"{_size(shape):,}", folder.hf)
+    return MegatronBackend(
+        chunks,
+        rules,
+        process,
+        micro_batching,
+        optimizer=run.optimizer if trained else None,
+        distributed_optimizer=run.parallel.use_distributed_optimizer,
+    )
+
+
+def build_reference(
+    run: RunBase,
+    process: Process,
+    micro_batching: MicroBatching,
+    policy: PolicyBackend,
+    path: str | None,
+    placement: str,
+    temperature: float = 1.0,
+) -> PolicyBackend:
+    """The frozen model that the policy is compared with, before the policy takes a step."""
+    del policy, placement
+    return build_policy(run, process, micro_batching, path, temperature, trained=False)
+
+
+def build_engine(
+    policy: PolicyBackend, process: Process, tokenizer: Tokenizer, max_concurrent_sequences: int
+) -> RolloutEngine:
+    """The engine that samples from the policy's own weights."""
+    from rl_megatron.backends.megatron import MegatronBackend
+
+    if isinstance(policy, MegatronBackend):
+        from rl_megatron.rollout.megatron import MegatronEngine
+
+        return MegatronEngine(policy.chunks, process, tokenizer.decode, max_concurrent_sequences)
+    from rl_megatron.rollout.hf import HFEngine
+
+    return HFEngine(policy.model, process, tokenizer.decode, max_concurrent_sequences)
+
+
+def _size(shape: ModelShape) -> int:
+    """Parameters of the whole model, padding not counted."""
+    rules = weight_rules(shape)
+    return sum(
+        math.prod(size) for rule in rules if not rule.is_copy for size in rule.split.hf_shapes
+    )
