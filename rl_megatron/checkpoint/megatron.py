@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_megatron.checkpoint.naming import unwrap
 from rl_megatron.errors import CheckpointError
@@ -48,15 +49,22 @@ def load_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = No
             state = dist_checkpointing.load(
                 template, str(folder), strict=StrictHandling.RAISE_UNEXPECTED
             )
-    except (CheckpointingException, OSError) as error:
+    except (CheckpointingException, CheckpointException, OSError) as error:
         raise CheckpointError(
-            f"The Megatron checkpoint {folder} does not fit the model: {error}. "
+            f"The Megatron checkpoint {folder} does not fit the model: {_reason(error)}. "
             "Was it made from the same model, and copied whole?"
         ) from error
     for key, chunk in _named(chunks):
         chunk.load_state_dict(state[key])
     if optimizer is not None:
         _load_optimizer(optimizer, state["optimizer"])
+
+
+def _reason(error: BaseException) -> str:
+    """The error itself, or the first of those that torch gathered from all ranks."""
+    if isinstance(error, CheckpointException):
+        return str(next(iter(error.failures.values()))[0])
+    return str(error)
 
 
 def _named(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
