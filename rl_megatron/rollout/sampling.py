@@ -53,8 +53,8 @@ def _allowed_logits(logits: Tensor, sampling: Sampling, num_sampled: Tensor) -> 
 def _outside_nucleus(z: Tensor, top_p: float) -> Tensor:
     """True on tokens outside the smallest set of likeliest tokens with mass >= top_p."""
     p, order = z.softmax(dim=1).sort(dim=1, descending=True, stable=True)
+    # The mass before the likeliest token is exactly 0, so it is never outside.
     outside = p.cumsum(dim=1) - p >= top_p
-    outside[:, 0] = False
     return torch.zeros_like(outside).scatter(1, order, outside)
 
 

@@ -25,8 +25,9 @@ from rl_megatron.losses import dpo_objective, grpo_objective, sft_objective
 from tests.helpers.oracle import batch_logprobs, oracle_model
 
 # The large eps keeps Adam from dividing rounding errors of tiny gradients by tiny gradients.
+# Betas far from the usual ones show after two steps.
 OPTIMIZER = OptimizerConfig(
-    lr=1e-2, weight_decay=0.1, clip_grad=1.0, adam_beta2=0.99, adam_eps=1e-4
+    lr=1e-2, weight_decay=0.1, clip_grad=1.0, adam_beta1=0.8, adam_beta2=0.5, adam_eps=1e-4
 )
 WHOLE = MicroBatching(micro_batch_size=1000)
 TEMPERATURE = 0.8

@@ -98,6 +98,25 @@ def test_ro_09_a_short_prompt_beside_a_long_one_sees_no_padding(folder, process)
     assert_same_rollouts(beside[2:], alone)
 
 
+def test_ro_09_positions_count_real_tokens_only(folder, process):
+    # Rotary positions are relative, so a shift of a whole row would not show in any log-prob.
+    seen = []
+    model = load(folder)
+    model.base_model.register_forward_pre_hook(lambda _, args: seen.append(args[1:3]))
+    prompts = [
+        Prompt(row_id=0, token_ids=(50, 51, 52), text=""),
+        Prompt(row_id=1, token_ids=(60, 61, 62, 63, 64), text=""),
+    ]
+    sampling = make_sampling(stop_token_ids=(), max_response_tokens=3)
+    HFEngine(model, process, decode, 64).generate(prompts, sampling, 1, seed=0)
+    assert [mask[0].tolist() for mask, _ in seen] == [
+        [0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]
+    ]  # fmt: skip
+    positions = torch.cat([position for _, position in seen], dim=1)
+    assert positions[0, 2:].tolist() == [0, 1, 2, 3, 4]
+    assert positions[1].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
 def test_samples_follow_the_distribution_of_the_model(folder, process):
     engine = make(folder, process, at_once=1000)
     sampling = Sampling(temperature=0.7, max_response_tokens=1, stop_token_ids=())
