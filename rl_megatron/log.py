@@ -69,12 +69,24 @@ def next_attempt(run_folder: Path) -> int:
     return max((int(match[1]) for match in matches if match), default=0) + 1
 
 
-def silence_missing_gpu_libraries() -> None:
-    """Ignore Megatron's warnings that Transformer Engine and Apex are missing.
+# What Megatron-Core makes torch and Python warn of, whoever calls it and however.
+_MEGATRON_WARNINGS = (
+    r".*torch\.distributed\.\w+` is deprecated",
+    r".*full scope is deprecated",
+    r".*\.grad attribute of a Tensor that is not a leaf",
+    r".*Apex (is|are) not installed",
+    r".*Transformer Engine and Apex are not installed",
+)
 
-    For machines without a GPU only, where neither can be installed; before Megatron is imported.
+
+def silence_megatron_warnings() -> None:
+    """Ignore warnings that no user of a recipe can do anything about; before Megatron is imported.
+
+    Those about Apex and Transformer Engine are among them: what a layer is made of is in the run's
+    own log.
     """
-    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed", category=UserWarning)
+    for message in _MEGATRON_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
 
 
 def _install(handler: logging.Handler, name: str) -> None:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when the folder is written, 2 after a mistake, which is then on stderr."""
     options = _parser().parse_args(arguments)
     is_main = os.environ.get("RANK", "0") == "0"
-    log.silence_missing_gpu_libraries()
+    log.silence_megatron_warnings()
     log.setup_logging(int(os.environ.get("RANK", "0")))
     try:
         convert = _import if options.direction == "import" else _export

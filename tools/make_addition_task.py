@@ -2,10 +2,11 @@
 
     python tools/make_addition_task.py --output runs/addition --seed 0
 
-writes `model/` (a Hugging Face folder), `sft.jsonl`, `prompts.jsonl` and `heldout.jsonl`. The sums
-of two numbers below 50 are dealt to training and held-out once. The teacher of sft.jsonl knows
-addition but is sloppy, so a model that imitates it is right about half the time, and has
-something to learn from reward or preference.
+writes `model/` (a Hugging Face folder), `sft.jsonl`, `prompts.jsonl`, `preferences.jsonl` and, for
+evaluation, `heldout.jsonl` and `heldout_preferences.jsonl`. The sums of two numbers below 50 are
+dealt to training and held-out once. The teacher of sft.jsonl knows addition but is sloppy, so a
+model that imitates it is right about half the time, and has something to learn from reward or
+preference. A preference pair is the right answer against one that the teacher got wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def sft_rows(pairs: Iterable[tuple[int, int]], seed: int, repeats: int) -> list[
     """Each prompt `repeats` times, the teacher's errors drawn anew each time."""
     rng = random.Random(seed + 1)
     return [
-        {"prompt": f"{a}+{b}=", "response": TAGS[0] + str(sloppy_sum(a, b, rng)) + TAGS[1]}
+        {"prompt": f"{a}+{b}=", "response": _tagged(sloppy_sum(a, b, rng))}
         for a, b in pairs
         for _ in range(repeats)
     ]
@@ -67,6 +68,20 @@ def sft_rows(pairs: Iterable[tuple[int, int]], seed: int, repeats: int) -> list[
 def answer_rows(pairs: Iterable[tuple[int, int]]) -> list[dict[str, str]]:
     """Each prompt once, with its right answer."""
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+
+
+def preference_rows(pairs: Iterable[tuple[int, int]], seed: int) -> list[dict[str, str]]:
+    """Each prompt once, the right answer chosen and a wrong one of the teacher's rejected."""
+    rng = random.Random(seed + 2)
+    rows = []
+    for a, b in pairs:
+        wrong = next(guess for guess in iter(lambda: sloppy_sum(a, b, rng), None) if guess != a + b)
+        rows.append({"prompt": f"{a}+{b}=", "chosen": _tagged(a + b), "rejected": _tagged(wrong)})
+    return rows
+
+
+def _tagged(answer: int) -> str:
+    return TAGS[0] + str(answer) + TAGS[1]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -116,7 +131,7 @@ def build_model(seed: int, pad_id: int, bos_id: int, eos_id: int) -> LlamaForCau
 
 
 def write_task(output: Path, seed: int, repeats: int) -> None:
-    """Write the model folder and the three data files."""
+    """Write the model folder and the data files."""
     disable_progress_bar()  # a quarter of a million parameters are written at once
     tokenizer = build_tokenizer()
     pad_id, bos_id, eos_id = tokenizer.convert_tokens_to_ids([PAD, BOS, EOS])
@@ -126,7 +141,9 @@ def write_task(output: Path, seed: int, repeats: int) -> None:
     train, held_out = split_pairs(seed)
     _write_rows(output / "sft.jsonl", sft_rows(train, seed, repeats))
     _write_rows(output / "prompts.jsonl", answer_rows(train))
+    _write_rows(output / "preferences.jsonl", preference_rows(train, seed))
     _write_rows(output / "heldout.jsonl", answer_rows(held_out))
+    _write_rows(output / "heldout_preferences.jsonl", preference_rows(held_out, seed))
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, str]]) -> None:
@@ -145,7 +162,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     write_task(args.output, args.seed, args.repeats)
-    print(f"wrote model/, sft.jsonl, prompts.jsonl and heldout.jsonl to {args.output}")
+    print(f"wrote model/ and the data files to {args.output}")
 
 
 if __name__ == "__main__":

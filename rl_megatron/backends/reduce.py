@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.errors import NumericsError
+from rl_megatron.interfaces import metric_names as names
+from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.parallel.process import Process
 
 
@@ -65,7 +67,7 @@ class MetricReducer:
 
 def check_finite(metrics: dict[str, float], grad_norm: float) -> None:
     """Raise NumericsError, before anything is changed, where the loss or gradient is not finite."""
-    loss = metrics["loss/total"]
+    loss = metrics[names.LOSS_TOTAL]
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return
     bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
@@ -74,3 +76,18 @@ def check_finite(metrics: dict[str, float], grad_norm: float) -> None:
         f"weights are as before. Metrics that are not finite: {bad or 'none'}. Look at the batch "
         "in rollouts.jsonl; lower optimizer.lr or optimizer.clip_grad."
     )
+
+
+def counts_nothing(batch: PackedBatch) -> bool:
+    """Whether no token of the weighed mini-batch counts: an update would be momentum alone."""
+    assert batch.loss_weights is not None, "the objective has not weighed the batch"
+    return not bool((batch.loss_weights != 0).any())
+
+
+def step_metrics(grad_norm: float, lr: float, skipped: bool) -> dict[str, float]:
+    """What is told of the optimizer; the norm is the one before clipping."""
+    return {
+        names.OPTIMIZER_GRAD_NORM: grad_norm,
+        names.OPTIMIZER_LR: lr,
+        names.OPTIMIZER_SKIPPED: float(skipped),
+    }

@@ -32,3 +32,28 @@ REWARDS_MARGINS = "rewards/margins"
 REWARDS_ACCURACIES = "rewards/accuracies"
 LOGPS_CHOSEN = "logps/chosen"
 LOGPS_REJECTED = "logps/rejected"
+
+# The rewards of a rollout batch, over the rollouts that were scored. `reward/<name>` is the mean of
+# each reward by itself.
+REWARD_MEAN = "reward/mean"
+REWARD_STD = "reward/std"
+
+# With the KL in the reward: mean KL of a response, summed over its tokens, and its coefficient.
+REWARD_KL = "reward/kl"
+REWARD_KL_COEF = "reward/kl_coef"
+
+# Rollouts: tokens per response, share that was cut, number that no reward could score, and share
+# of the groups whose rewards are all equal.
+ROLLOUT_RESPONSE_TOKENS = "rollout/response_tokens_mean"
+ROLLOUT_TRUNCATED = "rollout/truncated_fraction"
+ROLLOUT_UNSCORED = "rollout/unscored"
+ROLLOUT_ZERO_VARIANCE = "rollout/zero_variance_fraction"
+
+# The optimizer. `skipped` is 1 where no token of the mini-batch counted and no update was made.
+OPTIMIZER_GRAD_NORM = "optimizer/grad_norm"
+OPTIMIZER_LR = "optimizer/lr"
+OPTIMIZER_SKIPPED = "optimizer/skipped"
+
+# Held-out prompts: mean reward of greedy and of sampled answers.
+EVALUATION_GREEDY = "evaluation/greedy_reward"
+EVALUATION_SAMPLED = "evaluation/sampled_reward"

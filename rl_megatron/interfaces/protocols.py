@@ -14,21 +14,35 @@ from rl_megatron.interfaces.objective import Objective
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
 
 
+class Scorer(Protocol):
+    """A frozen model, such as the reference. Every method is called by all ranks together."""
+
+    def logprobs(self, batch: PackedBatch) -> Float[Tensor, " T"]:
+        """Log-prob of every response token of the whole batch, fp32, on the host, on all ranks.
+
+        All other tokens get 0, and nothing is computed for them by the head. The run's temperature
+        is applied.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the model holds."""
+        ...
+
+
 class PolicyBackend(Protocol):
     """How a model is held, scored and stepped. Every method is called by all ranks together."""
 
     def logprobs(self, batch: PackedBatch) -> Float[Tensor, " T"]:
-        """Log-prob of every token of the whole batch, fp32, on the host, equal on all ranks.
-
-        First tokens of sequences get 0. The run's temperature is applied.
-        """
+        """As in `Scorer`."""
         ...
 
     def train_step(self, batch: PackedBatch, objective: Objective, lr: float) -> dict[str, float]:
         """One optimiser step on the mini-batch; the loss and metrics of the whole mini-batch.
 
-        `batch` is the whole mini-batch, equal on all ranks. Raises NumericsError, without
-        touching the weights, if the loss or the gradient norm is not finite.
+        `batch` is the whole mini-batch, equal on all ranks. Where no token of it counts, no update
+        is made and `optimizer/skipped` is 1. Raises NumericsError, without touching the weights,
+        if the loss or the gradient norm is not finite.
         """
         ...
 

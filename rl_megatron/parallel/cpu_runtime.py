@@ -22,6 +22,9 @@ import torch
 _MODULES = (
     "megatron.core.parallel_state",
     "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.distributed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed import ProcessGroup
 
 from rl_megatron.parallel import cpu_runtime
 from rl_megatron.parallel.layout import Layout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,14 @@ class Process:
         dist.all_reduce(moved, op=op)
         return moved.cpu()
 
+    def gather(self, value: T) -> list[T]:
+        """What every rank gives, by rank, on all ranks; any picklable object."""
+        if self.layout.world_size == 1:
+            return [value]
+        values: list[T] = [value] * self.layout.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.layout.world_size > 1:
@@ -96,7 +107,7 @@ def _join(device: torch.device, timeout_minutes: float) -> None:
     if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 

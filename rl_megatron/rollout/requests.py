@@ -57,7 +57,9 @@ def make_requests(prompts: Sequence[Prompt], group_size: int, seed: int) -> list
     return requests
 
 
-def to_rollout(request: Request, decode: Callable[[list[int]], str], policy_version: int) -> Rollout:
+def to_rollout(
+    request: Request, decode: Callable[[list[int]], str], policy_version: int
+) -> Rollout:
     """The finished request as a rollout."""
     assert request.finished is not None
     return Rollout(

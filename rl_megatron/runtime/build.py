@@ -12,10 +12,10 @@ import torch
 from rl_megatron.checkpoint.folders import ModelFolder, resolve_model_folder
 from rl_megatron.config.layout import check_model_fits, check_world_size
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.config.runs import RunBase
+from rl_megatron.config.runs import DPORun, GRPORun, RunBase
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine
+from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer
 from rl_megatron.models.families import read_shape, weight_rules
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.parallel.layout import Layout
@@ -124,17 +124,25 @@ def _build_megatron(
 
 
 def build_reference(
-    run: RunBase,
+    run: DPORun | GRPORun,
     process: Process,
     micro_batching: MicroBatching,
     policy: PolicyBackend,
-    path: str | None,
-    placement: str,
     temperature: float = 1.0,
-) -> PolicyBackend:
-    """The frozen model that the policy is compared with, before the policy takes a step."""
-    del policy, placement
-    return build_policy(run, process, micro_batching, path, temperature, trained=False)
+) -> Scorer:
+    """The frozen model that the policy is compared with. Call it before the first step."""
+    path = run.reference.path or run.model.path
+    if run.reference.placement == "resident":
+        return build_policy(run, process, micro_batching, path, temperature, trained=False)
+    from rl_megatron.backends.megatron import MegatronBackend, SwappedReference
+
+    assert isinstance(policy, MegatronBackend), "config refuses placement swapped elsewhere"
+    source = policy
+    if path != run.model.path:
+        built = build_policy(run, process, micro_batching, path, temperature, trained=False)
+        assert isinstance(built, MegatronBackend)
+        source = built
+    return SwappedReference(policy, source)
 
 
 def build_engine(

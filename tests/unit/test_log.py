@@ -82,7 +82,7 @@ def test_attempts_count_up_from_what_is_on_disk(tmp_path: Path) -> None:
 def test_only_the_warnings_about_missing_gpu_libraries_are_silenced() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        log.silence_missing_gpu_libraries()
+        log.silence_megatron_warnings()
         both = "Transformer Engine and Apex are not installed. Falling back to Torch optimizers."
         warnings.warn(both, UserWarning, stacklevel=1)
         warnings.warn("Apex is not installed. Falling back to Torch Norm", stacklevel=1)

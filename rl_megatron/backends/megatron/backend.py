@@ -19,12 +19,18 @@ from rl_megatron.backends.megatron.optimizer import (
     wrap_chunks,
 )
 from rl_megatron.backends.offload import Offloaded
-from rl_megatron.backends.reduce import MetricReducer, check_finite
+from rl_megatron.backends.reduce import (
+    MetricReducer,
+    check_finite,
+    counts_nothing,
+    step_metrics,
+)
 from rl_megatron.checkpoint.hf_save import iter_hf_weights
 from rl_megatron.checkpoint.megatron import load_megatron, save_megatron
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching, plan_micro_batches
 from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.metric_names import LOSS_TOTAL
 from rl_megatron.interfaces.objective import Objective, Totals
 from rl_megatron.interfaces.weights import WeightRule
 from rl_megatron.losses.aggregate import totals
@@ -105,7 +111,7 @@ class MegatronBackend:
             batch, self._plan(batch), partial(_loss_share, objective, counts), forward_only=False
         )
         metrics = self._reducer.reduce(objective.name, outputs, self._speaks)
-        return metrics | {"optimizer/grad_norm": self._step(metrics, lr), "optimizer/lr": lr}
+        return metrics | self._step(metrics, lr, skip=counts_nothing(batch))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
@@ -179,15 +185,16 @@ class MegatronBackend:
         )
         return outputs
 
-    def _step(self, metrics: dict[str, float], lr: float) -> float:
-        """Update the weights unless the numbers are broken; the gradient norm before clipping."""
+    def _step(self, metrics: dict[str, float], lr: float, skip: bool) -> dict[str, float]:
+        """Update the weights unless the numbers are broken; the norm is the one before clipping."""
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         check_finite(metrics, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        return norm
+        if not skip:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        return step_metrics(norm, lr, skip)
 
     def _set_mode(self, train: bool) -> None:
         for module in self._modules:
@@ -211,7 +218,7 @@ def _loss_share(
     output = objective.loss(micro_batch.output(rows), micro_batch.batch, counts)
     # Rows nobody asked for are 0: the sum ties an empty micro-batch to the graph.
     loss = output.loss + rows[:, :0].sum()
-    shares = {"loss/total": output.loss.detach(), **output.metrics}
+    shares = {LOSS_TOTAL: output.loss.detach(), **output.metrics}
     return loss, {"shares": shares, "maxima": output.maxima}
 
 

@@ -16,16 +16,18 @@ class SwappedReference:
     memory. Values are copied, never rebound: the optimizer and its buffers keep their views.
 
     Args:
-        policy: The model to borrow. It holds the reference's weights when this is made.
+        policy: The model to borrow.
+        source: A model of the same shape and layout that holds the reference's weights now; the
+            policy itself, where the reference is its start.
     """
 
-    def __init__(self, policy: MegatronBackend) -> None:
+    def __init__(self, policy: MegatronBackend, source: MegatronBackend) -> None:
         self._policy = policy
-        self._weights = self._copy()
+        self._weights = _copy_weights(source)
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Log-prob of every response token under the reference; see `PolicyBackend`."""
-        policy_weights = self._copy()
+        policy_weights = _copy_weights(self._policy)
         self._put(self._weights)
         try:
             return self._policy.logprobs(batch)
@@ -36,15 +38,16 @@ class SwappedReference:
         """Drop the weights."""
         self._weights = []
 
-    def _copy(self) -> list[Tensor]:
-        return [
-            parameter.detach().to("cpu", copy=True)
-            for chunk in self._policy.chunks
-            for parameter in chunk.parameters()
-        ]
-
     def _put(self, weights: list[Tensor]) -> None:
         parameters = (p for chunk in self._policy.chunks for p in chunk.parameters())
         with torch.no_grad():
             for parameter, value in zip(parameters, weights, strict=True):
                 parameter.copy_(value)
+
+
+def _copy_weights(model: MegatronBackend) -> list[Tensor]:
+    return [
+        parameter.detach().to("cpu", copy=True)
+        for chunk in model.chunks
+        for parameter in chunk.parameters()
+    ]

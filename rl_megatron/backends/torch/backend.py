@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rl_megatron.backends.offload import Offloaded
-from rl_megatron.backends.reduce import MetricReducer, check_finite
+from rl_megatron.backends.reduce import (
+    MetricReducer,
+    check_finite,
+    counts_nothing,
+    step_metrics,
+)
 from rl_megatron.backends.torch.optimizer import MainWeightAdamW
 from rl_megatron.checkpoint.hf_files import SINGLE_FILE, HFWeights
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -95,8 +100,10 @@ class TorchBackend:
         metrics = self._reducer.reduce(objective.name, outputs)
         norm = self._optimizer.gradient_norm()
         check_finite(metrics, norm)
-        self._optimizer.step(lr, norm)
-        return metrics | {"optimizer/grad_norm": norm, "optimizer/lr": lr}
+        skip = counts_nothing(batch)
+        if not skip:
+            self._optimizer.step(lr, norm)
+        return metrics | step_metrics(norm, lr, skip)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name; the live ones."""

@@ -1,0 +1,108 @@
+"""Group relative policy optimisation: learn from rewards of the policy's own responses."""
+
+from __future__ import annotations
+
+from rl_megatron.config import GRPORun, parse_command_line
+
+if __name__ == "__main__":
+    # Before torch is imported: --help, --print-config and mistakes are answered at once.
+    RUN = parse_command_line(GRPORun, __doc__ or "")
+
+from rl_megatron.advantages import compute_advantages, with_advantages
+from rl_megatron.data.packing import pack_rollouts
+from rl_megatron.interfaces import metric_names as names
+from rl_megatron.losses import grpo_objective, rollout_mismatch
+from rl_megatron.runtime.guards import check_first_grpo_step
+from rl_megatron.runtime.job import Job
+from rl_megatron.runtime.kl_in_reward import KLInReward
+from rl_megatron.runtime.launch import launch
+from rl_megatron.runtime.learning_rate import learning_rate
+from rl_megatron.runtime.rollout_batch import (
+    group_ids,
+    mean_metrics,
+    mini_batches,
+    rollout_metrics,
+    rollout_seed,
+    score_together,
+)
+from rl_megatron.runtime.tasks import build_grpo
+
+SHOWN = {
+    "reward": names.REWARD_MEAN,
+    "loss": names.LOSS_POLICY,
+    "kl": names.POLICY_KL_TO_REFERENCE,
+    "entropy": names.POLICY_ENTROPY,
+    "tokens": names.ROLLOUT_RESPONSE_TOKENS,
+}
+
+
+def train(run: GRPORun) -> None:
+    """Sample groups of responses, score them, and raise the log-probs of the better ones."""
+    with Job.start(run, "grpo", SHOWN) as job:
+        task = build_grpo(run, job.process)
+        policy, reference, group_size = task.policy, task.reference, run.rollout.group_size
+        objective = grpo_objective(
+            **run.loss.model_dump(), max_response_tokens=run.rollout.max_response_tokens
+        )
+        kl_in_reward = KLInReward(run.algorithm)
+        step = 0
+
+        for number in job.rounds(run.train.num_rollout_batches):
+            task.sync.push(policy_version=step)
+            with job.phase("generate") as span:
+                seed = rollout_seed(run.seed, number)
+                rollouts = task.engine.generate(
+                    task.prompts(number), task.sampling, group_size, seed
+                )
+                span.tokens = sum(len(rollout.response_ids) for rollout in rollouts)
+            with job.phase("score"):
+                scores = score_together(rollouts, task.rewards, job.process)
+            job.record_rollouts(step + 1, rollouts, scores.rewards)
+
+            batch = pack_rollouts(rollouts, task.sampling.stop_token_ids)
+            with job.phase("old_logprobs") as span:
+                batch = batch.with_fields(old_logprobs=policy.logprobs(batch))
+                span.tokens = batch.num_tokens
+            if reference is not None:
+                with job.phase("ref_logprobs") as span:
+                    batch = batch.with_fields(ref_logprobs=reference.logprobs(batch))
+                    span.tokens = batch.num_tokens
+
+            rewards, kl_metrics = kl_in_reward.apply(scores.rewards, batch)
+            advantages = compute_advantages(
+                rewards,
+                group_ids(rollouts, group_size),
+                group_size,
+                adv_estimator=run.algorithm.adv_estimator,
+                adv_eps=run.algorithm.adv_eps,
+                adv_clip=run.algorithm.adv_clip,
+            )
+            mismatch = rollout_mismatch(
+                batch.old_logprobs, batch.rollout_logprobs, batch.response_mask
+            )
+            batch = with_advantages(batch, advantages)
+
+            updates = []
+            with job.phase("update") as span:
+                for epoch in range(run.train.ppo_epochs):
+                    key = (run.seed, number, epoch)
+                    for mini_batch in mini_batches(batch, run.mini_batch_size, key):
+                        step += 1
+                        rate = learning_rate(run.optimizer, step, run.num_steps)
+                        updates.append(policy.train_step(mini_batch, objective, rate))
+                        span.tokens += mini_batch.num_tokens
+                        if step == 1:
+                            check_first_grpo_step(run, updates[0])
+            sampled = rollout_metrics(rollouts, scores, advantages)
+            job.record(step, mean_metrics(updates) | sampled | mismatch | kl_metrics)
+
+            if job.is_due(run.train.save_interval):
+                job.save(step, policy, kl_in_reward=kl_in_reward.state_dict())
+            if job.is_due(run.train.eval_interval):
+                with job.phase("evaluate"):
+                    results = task.evaluate()
+                job.record_evaluation(step, results)
+
+
+if __name__ == "__main__":
+    launch(train, RUN)

@@ -1,0 +1,77 @@
+"""Held-out prompts answered and scored; held-out rows under the objective."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rl_megatron.interfaces import metric_names as names
+from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.objective import ModelOutput, Objective
+from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer
+from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
+from rl_megatron.losses.aggregate import totals
+from rl_megatron.parallel.process import Process
+from rl_megatron.runtime.rollout_batch import score_together
+from rl_megatron.runtime.score import NamedReward
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Prompts that are answered once greedily and once at temperature 1, and scored.
+
+    Attributes:
+        prompts: Held-out prompts.
+        rewards: How answers are scored.
+        sampling: Length and stop tokens; the temperature is set here.
+        batch_size: Prompts answered side by side.
+        seed: Of the sampled answers, the same at each evaluation.
+    """
+
+    prompts: Sequence[Prompt]
+    rewards: Sequence[NamedReward]
+    sampling: Sampling
+    batch_size: int
+    seed: int
+
+    def run(self, engine: RolloutEngine, process: Process) -> dict[str, float]:
+        """Mean rewards over the prompts."""
+        means = {}
+        for name, temperature in ((names.EVALUATION_GREEDY, 0.0), (names.EVALUATION_SAMPLED, 1.0)):
+            sampling = replace(self.sampling, temperature=temperature)
+            rollouts: list[Rollout] = []
+            for start in range(0, len(self.prompts), self.batch_size):
+                batch = self.prompts[start : start + self.batch_size]
+                rollouts += engine.generate(batch, sampling, 1, self.seed)
+            scores = score_together(rollouts, self.rewards, process)
+            means[name] = statistics.fmean(r for r in scores.rewards if r is not None)
+        return means
+
+
+def objective_metrics(
+    policy: PolicyBackend,
+    reference: Scorer | None,
+    objective: Objective,
+    batch: PackedBatch,
+) -> dict[str, float]:
+    """The objective's metrics on held-out rows, as `evaluation/<metric>`; nothing is updated.
+
+    Args:
+        policy: The model at work.
+        reference: What it is compared with, where the objective does.
+        objective: Loss and metrics.
+        batch: All held-out rows.
+    """
+    if reference is not None:
+        batch = batch.with_fields(ref_logprobs=reference.logprobs(batch))
+    batch = objective.weigh(batch)
+    logprobs = policy.logprobs(batch)
+    output = ModelOutput(logprobs, torch.zeros_like(logprobs))
+    result = objective.loss(output, batch, totals(batch))
+    # The entropy is not known from log-probs of the rows' own tokens.
+    known = {name: v for name, v in result.metrics.items() if name != names.POLICY_ENTROPY}
+    metrics = {names.LOSS_TOTAL: result.loss, **known}
+    return {f"evaluation/{name}": float(value) for name, value in metrics.items()}

@@ -1,0 +1,111 @@
+"""What happens to rollouts between the engine and the update, on all ranks together."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rl_megatron.advantages import Advantages
+from rl_megatron.errors import RLMegatronError, RolloutError
+from rl_megatron.interfaces import metric_names as names
+from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.records import Rollout
+from rl_megatron.parallel.process import Process
+from rl_megatron.runtime.score import NamedReward, Scores, score
+
+
+def rollout_seed(seed: int, number: int) -> int:
+    """The seed of all sampling of rollout batch `number` of a run."""
+    return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0])
+
+
+def score_together(
+    rollouts: Sequence[Rollout], rewards: Sequence[NamedReward], process: Process
+) -> Scores:
+    """The scores of all rollouts, each computed by one rank and told to the others.
+
+    A reward may depend on a clock (a deadline) or on a user's code: computed on every rank it
+    could differ, and ranks that disagree about an advantage train different models.
+
+    Raises:
+        RolloutError: A reward is no number, or not one rollout could be scored.
+    """
+    mine = rollouts[process.rank :: process.layout.world_size]
+    result: Scores | RLMegatronError
+    try:
+        result = score(mine, rewards)
+    except RLMegatronError as error:
+        result = error
+    shares = []
+    for share in process.gather(result):
+        if isinstance(share, RLMegatronError):
+            raise share
+        shares.append(share)
+    scores = Scores(
+        rewards=_interleave([share.rewards for share in shares], len(rollouts)),
+        by_name={
+            name: _interleave([share.by_name[name] for share in shares], len(rollouts))
+            for name in shares[0].by_name
+        },
+    )
+    if rollouts and scores.num_unscored == len(rollouts):
+        raise RolloutError(
+            "no rollout could be scored: every reward gave None. Do the rows have the field that "
+            "data.train.answer_key names?"
+        )
+    return scores
+
+
+def _interleave(
+    shares: Sequence[Sequence[float | None]], total: int
+) -> tuple[float | None, ...]:
+    return tuple(shares[i % len(shares)][i // len(shares)] for i in range(total))
+
+
+def group_ids(rollouts: Sequence[Rollout], group_size: int) -> list[int]:
+    """The group of each rollout: its prompt row, and which of the row's groups in this batch.
+
+    A row that stands twice in a batch (at the end of one epoch and the start of the next) has two
+    groups; its sample indices go on from the first to the second.
+    """
+    identities = [(r.prompt.row_id, r.sample_index // group_size) for r in rollouts]
+    number = {identity: index for index, identity in enumerate(dict.fromkeys(identities))}
+    return [number[identity] for identity in identities]
+
+
+def mini_batches(batch: PackedBatch, size: int, key: Sequence[int]) -> Iterator[PackedBatch]:
+    """The batch in mini-batches of `size` sequences, in an order drawn from `key` alone."""
+    draws = np.random.Philox(np.random.SeedSequence(key)).random_raw(batch.num_sequences)
+    order = np.argsort(draws, kind="stable").tolist()
+    for start in range(0, len(order), size):
+        yield batch.select(order[start : start + size])
+
+
+def rollout_metrics(
+    rollouts: Sequence[Rollout], scores: Scores, advantages: Advantages
+) -> dict[str, float]:
+    """Rewards and lengths of a rollout batch."""
+    scored = [reward for reward in scores.rewards if reward is not None]
+    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    return {
+        names.REWARD_MEAN: statistics.fmean(scored),
+        names.REWARD_STD: statistics.stdev(scored) if len(scored) > 1 else 0.0,
+        **{f"reward/{name}": mean for name, mean in scores.means.items()},
+        names.ROLLOUT_RESPONSE_TOKENS: statistics.fmean(lengths),
+        names.ROLLOUT_TRUNCATED: sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+        names.ROLLOUT_UNSCORED: float(scores.num_unscored),
+        names.ROLLOUT_ZERO_VARIANCE: (
+            advantages.num_zero_variance_groups / max(advantages.num_groups, 1)
+        ),
+    }
+
+
+def mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the optimiser steps of a rollout batch; maxima are maxima."""
+    combined = {}
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        combined[name] = max(values) if name.endswith("_max") else statistics.fmean(values)
+    return combined

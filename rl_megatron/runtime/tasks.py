@@ -1,0 +1,202 @@
+"""Everything one algorithm needs, built from its run: models, data, evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rl_megatron.config.data import DataSource
+from rl_megatron.config.runs import DPORun, GRPORun, RunBase, SFTRun
+from rl_megatron.config.train import TrainBase
+from rl_megatron.data.examples import Example, PreferencePair
+from rl_megatron.data.packing import MicroBatching, pack_preferences, pack_sft
+from rl_megatron.data.preferences import load_preferences
+from rl_megatron.data.prompts import load_prompts
+from rl_megatron.data.sampler import PositionSampler
+from rl_megatron.data.sft import load_sft
+from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer, WeightSync
+from rl_megatron.interfaces.records import Prompt, Sampling
+from rl_megatron.parallel.process import Process
+from rl_megatron.runtime.build import (
+    build_engine,
+    build_policy,
+    build_reference,
+    build_tokenizer,
+)
+from rl_megatron.runtime.evaluation import Evaluation
+from rl_megatron.runtime.score import NamedReward, build_rewards
+from rl_megatron.weight_sync import InProcessSync
+
+Row = TypeVar("Row", Example, PreferencePair)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Mini-batches of a data set, by the number of the optimiser step.
+
+    Attributes:
+        num_steps: Steps of the run.
+        take: The batch of step n, counted from 1.
+        held_out: All held-out rows, or None.
+    """
+
+    num_steps: int
+    take: Callable[[int], PackedBatch]
+    held_out: PackedBatch | None
+
+
+@dataclass(frozen=True)
+class SFTTask:
+    """See `build_sft`."""
+
+    policy: PolicyBackend
+    batches: Batches
+    evaluate: Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class DPOTask:
+    """See `build_dpo`."""
+
+    policy: PolicyBackend
+    reference: Scorer
+    batches: Batches
+    evaluate: Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class GRPOTask:
+    """See `build_grpo`. `prompts(n)` are those of rollout batch n, counted from 1."""
+
+    policy: PolicyBackend
+    reference: Scorer | None
+    engine: RolloutEngine
+    sync: WeightSync
+    prompts: Callable[[int], list[Prompt]]
+    rewards: tuple[NamedReward, ...]
+    sampling: Sampling
+    evaluate: Callable[[], dict[str, float]]
+
+
+def build_sft(run: SFTRun, process: Process) -> SFTTask:
+    """Policy and examples."""
+    tokenizer = build_tokenizer(run)
+
+    def load(source: DataSource, setting: str) -> list[Example]:
+        data = run.data
+        return load_sft(source, tokenizer, data.max_length, data.overlong, setting)
+
+    batches = _batches(run, load, pack_sft)
+    policy = build_policy(run, process, _micro_batching(run.train))
+    return SFTTask(policy, batches, _evaluator(run, process, policy, tokenizer))
+
+
+def build_dpo(run: DPORun, process: Process) -> DPOTask:
+    """Policy, reference and preference pairs."""
+    tokenizer = build_tokenizer(run)
+
+    def load(source: DataSource, setting: str) -> list[PreferencePair]:
+        data = run.data
+        return load_preferences(source, tokenizer, data.max_length, data.overlong, setting)
+
+    batches = _batches(run, load, pack_preferences)
+    micro_batching = _micro_batching(run.train)
+    policy = build_policy(run, process, micro_batching)
+    reference = build_reference(run, process, micro_batching, policy)
+    return DPOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer))
+
+
+def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
+    """Policy, reference if a KL is used, engine, prompts and rewards."""
+    tokenizer = build_tokenizer(run)
+    rollout, data = run.rollout, run.data
+    rewards = build_rewards(run.rewards, rollout.max_response_tokens)
+    prompts = load_prompts(data.train, tokenizer, data.max_prompt_length, data.overlong)
+    sampler = PositionSampler(len(prompts), run.seed, data.shuffle)
+    count = rollout.prompts_per_batch
+    micro_batching = _micro_batching(run.train)
+    policy = build_policy(run, process, micro_batching, temperature=rollout.temperature)
+    reference = None
+    if run.needs_reference:
+        reference = build_reference(run, process, micro_batching, policy, rollout.temperature)
+    engine = build_engine(policy, process, tokenizer, rollout.max_concurrent_sequences)
+    return GRPOTask(
+        policy=policy,
+        reference=reference,
+        engine=engine,
+        sync=InProcessSync(policy, engine),
+        prompts=lambda number: [prompts[i] for i in sampler.take((number - 1) * count, count)],
+        rewards=rewards,
+        sampling=Sampling(
+            temperature=rollout.temperature,
+            max_response_tokens=rollout.max_response_tokens,
+            min_response_tokens=rollout.min_response_tokens,
+            stop_token_ids=_stop_ids(tokenizer, rollout.stop_token_ids),
+        ),
+        evaluate=_evaluator(run, process, policy, tokenizer, engine),
+    )
+
+
+def _micro_batching(train: TrainBase) -> MicroBatching:
+    return MicroBatching(train.micro_batch_size, train.max_tokens_per_micro_batch)
+
+
+def _stop_ids(tokenizer: Tokenizer, more: Sequence[int] = ()) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((*tokenizer.stop_ids, *more)))
+
+
+def _batches(
+    run: SFTRun | DPORun,
+    load: Callable[[DataSource, str], list[Row]],
+    pack: Callable[[list[Row]], PackedBatch],
+) -> Batches:
+    rows = load(run.data.train, "data.train")
+    size = run.train.global_batch_size
+    sampler = PositionSampler(len(rows), run.seed, run.data.shuffle)
+    num_steps = run.train.num_steps
+    if num_steps is None:
+        assert run.train.num_epochs is not None
+        num_steps = math.ceil(len(rows) * run.train.num_epochs / size)
+    held_out = None
+    if run.data.eval is not None:
+        held_out = pack(load(run.data.eval, "data.eval"))
+    return Batches(
+        num_steps=num_steps,
+        take=lambda step: pack([rows[i] for i in sampler.take((step - 1) * size, size)]),
+        held_out=held_out,
+    )
+
+
+def _evaluator(
+    run: RunBase,
+    process: Process,
+    policy: PolicyBackend,
+    tokenizer: Tokenizer,
+    engine: RolloutEngine | None = None,
+) -> Callable[[], dict[str, float]]:
+    """What answers and scores held-out prompts; says nothing where the run has no evaluation."""
+    if run.evaluation is None or run.evaluation_data is None:
+        return dict
+    settings = run.evaluation
+    engine = engine or build_engine(policy, process, tokenizer, settings.batch_size)
+    limit = getattr(run.data, "max_prompt_length", None) or getattr(run.data, "max_length", 0)
+    prompts = load_prompts(
+        run.evaluation_data, tokenizer, limit, run.data.overlong, "evaluation.data"
+    )
+    max_tokens = run.evaluation_max_response_tokens
+    evaluation = Evaluation(
+        prompts=prompts[: settings.max_rows],
+        rewards=build_rewards(run.evaluation_rewards, max_tokens),
+        sampling=Sampling(
+            temperature=0.0,
+            max_response_tokens=max_tokens,
+            stop_token_ids=_stop_ids(tokenizer),
+        ),
+        batch_size=settings.batch_size,
+        seed=run.seed,
+    )
+    return lambda: evaluation.run(engine, process)
