@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic import Strict as StrictMode
@@ -17,9 +17,14 @@ class RewardBase(Strict):
     weight: float = 1.0
     """Factor of this reward in the sum; 0: only record it."""
 
+    needs_answer: ClassVar[bool] = False
+    """Whether a row without a known answer is not scored."""
+
 
 class MathAnswerConfig(RewardBase):
     """1 where the response's answer equals the known answer as mathematics, else 0."""
+
+    needs_answer: ClassVar[bool] = True
 
     name: Literal["math_answer"]
     """A LaTeX box, a `####` marker or an answer tag, compared by math-verify."""
@@ -34,6 +39,8 @@ class MathAnswerConfig(RewardBase):
 
 class AnswerTagConfig(RewardBase):
     """1 where the text of the single <answer>..</answer> is exactly the known answer, else 0."""
+
+    needs_answer: ClassVar[bool] = True
 
     name: Literal["answer_tag"]
     """The text in the answer tag, compared letter by letter."""

@@ -15,7 +15,7 @@ class RolloutConfig(Strict):
     """One rollout batch: `prompts_per_batch` prompts with `group_size` responses each."""
 
     engine: Literal["megatron", "hf"] = "megatron"
-    """megatron: on the trained weights themselves. hf: transformers, on one process."""
+    """megatron: on the weights of backend megatron. hf: on those of backend torch."""
 
     prompts_per_batch: PositiveInt = 32
     """Prompts of a rollout batch."""

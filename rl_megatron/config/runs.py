@@ -111,6 +111,13 @@ class RunBase(Strict):
             yield from self._evaluation_problems(self.evaluation)
 
     def _torch_problems(self) -> Iterator[Problem]:
+        if self.model.recompute != "none":
+            yield Problem(
+                "model.recompute",
+                self.model.recompute,
+                "backend torch does not recompute; remove this key or set backend=megatron",
+                others=("backend",),
+            )
         for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
             size = getattr(self.parallel, key)
             if size > 1:
@@ -185,6 +192,11 @@ class DPORun(StepRunBase):
 
     loss: DPOLossConfig = DPOLossConfig()
 
+    def problems(self) -> Iterable[Problem]:
+        """Everything that does not fit."""
+        yield from super().problems()
+        yield from _placement_problems(self.reference, self.backend)
+
 
 class GRPORun(RunBase):
     """Group relative policy optimisation: the policy learns from rewards of its own responses."""
@@ -258,6 +270,8 @@ class GRPORun(RunBase):
     def problems(self) -> Iterable[Problem]:
         """Everything that does not fit."""
         yield from super().problems()
+        if self.needs_reference:
+            yield from _placement_problems(self.reference, self.backend)
         yield from reward_problems(
             "rewards",
             self.rewards,
@@ -301,11 +315,22 @@ class GRPORun(RunBase):
                 "loss.use_kl_loss is true too, and the KL would count twice; set one to false",
                 others=("loss.use_kl_loss",),
             )
-        if self.backend == "torch" and self.rollout.engine == "megatron":
+        engine = {"megatron": "megatron", "torch": "hf"}[self.backend]
+        if self.rollout.engine != engine:
             yield Problem(
                 "rollout.engine",
-                "megatron",
-                "samples from Megatron's weights, which backend torch does not have; set "
-                "rollout.engine=hf or backend=megatron",
+                self.rollout.engine,
+                f"does not sample from the weights of backend {self.backend}; set "
+                f"rollout.engine={engine} or change backend",
                 others=("backend",),
             )
+
+
+def _placement_problems(reference: ReferenceConfig, backend: str) -> Iterator[Problem]:
+    if backend == "torch" and reference.placement == "swapped":
+        yield Problem(
+            "reference.placement",
+            "swapped",
+            "backend torch does not swap weights; set it to resident or set backend=megatron",
+            others=("backend",),
+        )

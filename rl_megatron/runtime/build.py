@@ -15,6 +15,7 @@ from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.runs import DPORun, GRPORun, RunBase
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer
 from rl_megatron.models.families import read_shape, weight_rules
 from rl_megatron.models.shape import ModelShape
@@ -45,6 +46,11 @@ def start_process(run: RunBase, world_size: int) -> Process:
     """Join the job in the layout of the run."""
     check_world_size(run.parallel, world_size, run.cluster)
     if run.backend == "torch":
+        if world_size > 1:
+            raise ConfigError(
+                f"backend = 'torch': runs in one process, and {world_size} were launched; start it "
+                "with python instead of torchrun, or set backend=megatron"
+            )
         return start_single()
     return start_megatron(make_layout(run.parallel, world_size), run.seed)
 
@@ -66,9 +72,16 @@ def build_policy(
     trained: bool = True,
 ) -> PolicyBackend:
     """The model at `path` (default: `model.path`), ready to score and, if `trained`, to step."""
-    folder = resolve_model_folder(Path(path or run.model.path))
+    setting = "reference.path" if path not in (None, run.model.path) else "model.path"
+    folder = resolve_model_folder(Path(path or run.model.path), setting)
     optimizer = run.optimizer if trained else None
     if run.backend == "torch":
+        if folder.megatron is not None:
+            raise CheckpointError(
+                f"{setting} {path or run.model.path} is a Megatron checkpoint, and backend torch "
+                "reads Hugging Face folders only; set backend=megatron, or make a folder of it "
+                "with tools/convert_checkpoint.py export"
+            )
         from rl_megatron.backends.torch import TorchBackend
 
         return TorchBackend(

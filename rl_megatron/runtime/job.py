@@ -164,11 +164,13 @@ class Job:
 def _open_folder(run: RunBase, process: Process) -> None:
     """Make the run folder with its config.yaml first, and log into it."""
     folder = Path(run.output_dir)
-    taken = (folder / METRICS_FILE).exists()
+    # An attempt that found a mistake before its first step leaves an empty file, and is no run.
+    metrics = folder / METRICS_FILE
+    taken = (metrics.exists() and metrics.stat().st_size > 0) or (folder / CHECKPOINTS).exists()
     if any(process.gather(taken)):
         raise ConfigError(
-            f"output_dir {folder} holds a run already ({METRICS_FILE}); name another output_dir, "
-            "or remove the folder"
+            f"output_dir {folder} holds a run already ({METRICS_FILE} or {CHECKPOINTS}/); name "
+            "another output_dir, or remove the folder"
         )
     if process.is_main:
         folder.mkdir(parents=True, exist_ok=True)

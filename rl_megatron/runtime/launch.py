@@ -1,4 +1,4 @@
-"""How a recipe is run: errors become one message and an exit code, and no rank waits for another."""
+"""How a recipe is run: an error is one message and an exit code, and no rank waits for another."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import TypeVar
 
 from rl_megatron import log
 from rl_megatron.config.runs import RunBase
-from rl_megatron.errors import ConfigError, RLMegatronError
+from rl_megatron.errors import CheckpointError, ConfigError, DataError, RLMegatronError
 from rl_megatron.parallel import process as processes
 
 Run = TypeVar("Run", bound=RunBase)
 
 EXIT_MISTAKE = 2
 EXIT_FAILED = 1
+# What the user gave was wrong: trying again without a change cannot help.
+_MISTAKES = (ConfigError, DataError, CheckpointError)
 
 logger = logging.getLogger(__name__)
 
 
 def launch(train: Callable[[Run], None], run: Run) -> None:
-    """Run the recipe; the process ends here, with 0, or 2 for a mistake in settings or data.
+    """Run the recipe; the process ends here, with 0, or 2 for a mistake in
+    settings, data or model folders, or 1.
 
     A rank that fails leaves at once, without a collective: the others may be waiting in one that
     it will never join, and it is the launcher's part to end them.
@@ -35,7 +38,7 @@ def launch(train: Callable[[Run], None], run: Run) -> None:
     except RLMegatronError as error:
         # Every rank finds the same mistake; one says so, the log files have it of all.
         logger.log(logging.ERROR if rank == 0 else logging.INFO, "%s", error)
-        _leave(EXIT_MISTAKE if isinstance(error, ConfigError) else EXIT_FAILED)
+        _leave(EXIT_MISTAKE if isinstance(error, _MISTAKES) else EXIT_FAILED)
     except BaseException:
         logger.exception("rank %d failed", rank)
         _leave(EXIT_FAILED)

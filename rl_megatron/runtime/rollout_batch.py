@@ -52,15 +52,13 @@ def score_together(
     )
     if rollouts and scores.num_unscored == len(rollouts):
         raise RolloutError(
-            "no rollout could be scored: every reward gave None. Do the rows have the field that "
-            "data.train.answer_key names?"
+            f"rewards: {', '.join(scores.by_name)} gave None for all {len(rollouts)} responses, so "
+            "there is nothing to learn from; return a number where a response can be scored"
         )
     return scores
 
 
-def _interleave(
-    shares: Sequence[Sequence[float | None]], total: int
-) -> tuple[float | None, ...]:
+def _interleave(shares: Sequence[Sequence[float | None]], total: int) -> tuple[float | None, ...]:
     return tuple(shares[i % len(shares)][i // len(shares)] for i in range(total))
 
 

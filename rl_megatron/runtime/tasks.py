@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rl_megatron.config.data import DataSource
+from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.runs import DPORun, GRPORun, RunBase, SFTRun
 from rl_megatron.config.train import TrainBase
 from rl_megatron.data.examples import Example, PreferencePair
@@ -17,6 +18,7 @@ from rl_megatron.data.prompts import load_prompts
 from rl_megatron.data.sampler import PositionSampler
 from rl_megatron.data.sft import load_sft
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.errors import DataError
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer, WeightSync
 from rl_megatron.interfaces.records import Prompt, Sampling
@@ -116,6 +118,7 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
     rollout, data = run.rollout, run.data
     rewards = build_rewards(run.rewards, rollout.max_response_tokens)
     prompts = load_prompts(data.train, tokenizer, data.max_prompt_length, data.overlong)
+    _check_answers(prompts, run.rewards, data.train, "data.train")
     sampler = PositionSampler(len(prompts), run.seed, data.shuffle)
     count = rollout.prompts_per_batch
     micro_batching = _micro_batching(run.train)
@@ -171,6 +174,18 @@ def _batches(
     )
 
 
+def _check_answers(
+    prompts: Sequence[Prompt], rewards: Sequence[RewardConfig], source: DataSource, setting: str
+) -> None:
+    comparing = [reward.name for reward in rewards if reward.needs_answer]
+    if comparing and all(prompt.answer is None for prompt in prompts):
+        raise DataError(
+            f"{setting}.answer_key = {source.answer_key!r}: no row of {source.path} has this "
+            f"field, and the reward {comparing[0]} compares with it; name the field that holds "
+            "the answers, or take another reward"
+        )
+
+
 def _evaluator(
     run: RunBase,
     process: Process,
@@ -184,9 +199,9 @@ def _evaluator(
     settings = run.evaluation
     engine = engine or build_engine(policy, process, tokenizer, settings.batch_size)
     limit = getattr(run.data, "max_prompt_length", None) or getattr(run.data, "max_length", 0)
-    prompts = load_prompts(
-        run.evaluation_data, tokenizer, limit, run.data.overlong, "evaluation.data"
-    )
+    setting = "data.eval" if settings.data is None else "evaluation.data"
+    prompts = load_prompts(run.evaluation_data, tokenizer, limit, run.data.overlong, setting)
+    _check_answers(prompts, run.evaluation_rewards, run.evaluation_data, setting)
     max_tokens = run.evaluation_max_response_tokens
     evaluation = Evaluation(
         prompts=prompts[: settings.max_rows],

@@ -186,8 +186,28 @@ GRPO_COMPLAINTS = {
     ),
     "the engine of another backend": (
         {"backend": "torch"},
-        "rollout.engine = 'megatron': samples from Megatron's weights, which backend torch does "
-        "not have; set rollout.engine=hf or backend=megatron",
+        "rollout.engine = 'megatron': does not sample from the weights of backend torch; set "
+        "rollout.engine=hf or change backend",
+    ),
+    "an engine without its backend": (
+        {"rollout__engine": "hf"},
+        "rollout.engine = 'hf': does not sample from the weights of backend megatron; set "
+        "rollout.engine=megatron or change backend",
+    ),
+    "recomputation without Megatron": (
+        {"backend": "torch", "rollout__engine": "hf", "model__recompute": "full"},
+        "model.recompute = 'full': backend torch does not recompute; remove this key or set "
+        "backend=megatron",
+    ),
+    "a swapped reference without Megatron": (
+        {
+            "backend": "torch",
+            "rollout__engine": "hf",
+            "loss__use_kl_loss": True,
+            "reference__placement": "swapped",
+        },
+        "reference.placement = 'swapped': backend torch does not swap weights; set it to resident "
+        "or set backend=megatron",
     ),
     "a layout without Megatron": (
         {
@@ -300,6 +320,14 @@ def test_allow_k1_loss_is_for_k1_only():
     assert build_run(GRPORun, with_settings(GRPO, **settings, loss__kl_loss_type="k1"))
     assert complaint(GRPORun, GRPO, **settings, loss__kl_loss_type="k2") == (
         "loss.allow_k1_loss = true: has no effect: loss.kl_loss_type is k2; remove this key"
+    )
+
+
+def test_dpo_swaps_its_reference_with_megatron_only():
+    settings = {"backend": "torch", "reference__placement": "swapped"}
+    assert complaint(DPORun, DPO, **settings) == (
+        "reference.placement = 'swapped': backend torch does not swap weights; set it to resident "
+        "or set backend=megatron"
     )
 
 
