@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_megatron.backends.megatron.micro_batch import MicroBatch, make_micro_batch
 from rl_megatron.backends.megatron.optimizer import (
+    apply_settings,
     build_optimizer,
     finalize_gradients,
     wrap_chunks,
@@ -75,6 +76,7 @@ class MegatronBackend:
                 chunk.requires_grad_(False)
                 chunk.eval()
             return
+        self._settings = optimizer
         self._modules = list(wrap_chunks(chunks, distributed_optimizer))
         dtype = chunks[0].config.params_dtype
         self._optimizer = build_optimizer(self._modules, optimizer, dtype, distributed_optimizer)
@@ -191,8 +193,7 @@ class MegatronBackend:
         norm = float(self._optimizer.get_grad_norm())
         check_finite(metrics, norm)
         if not skip:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
+            apply_settings(self._optimizer, self._settings, lr)
             self._optimizer.step()
         return step_metrics(norm, lr, skip)
 

@@ -43,7 +43,7 @@ def build_optimizer(
     dtype: torch.dtype,
     distributed: bool,
 ) -> Any:
-    """Megatron's AdamW; biases and norms have no weight decay. The caller sets the rate."""
+    """Megatron's AdamW; `apply_settings` sets the numbers of each step."""
     config = MegatronOptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -58,3 +58,16 @@ def build_optimizer(
         use_distributed_optimizer=distributed,
     )
     return get_megatron_optimizer(config, chunks)
+
+
+def apply_settings(optimizer: Any, settings: OptimizerConfig, lr: float) -> None:
+    """Set the numbers of the next step; biases and norms have no weight decay.
+
+    Megatron leaves the two rates to a scheduler of its own, which is not used here, and loading a
+    checkpoint brings back the numbers of the run that saved it: the settings of this run count.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        group["betas"] = (settings.adam_beta1, settings.adam_beta2)
+        group["eps"] = settings.adam_eps
