@@ -42,11 +42,14 @@ def make_tiny_hf(
     rope: dict[str, Any] | None = None,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    width: float = 0.25,
 ) -> Path:
     """`folder` with a random model and a tokenizer of one token per character.
 
     Weights, biases and norms are all random and wide enough that no distribution is flat. The
-    odd vocabulary needs padding under any tensor parallelism. `rope`: e.g. `LLAMA3_ROPE`.
+    odd vocabulary needs padding under any tensor parallelism. `rope`: e.g. `LLAMA3_ROPE`. `width`:
+    standard deviation of the layers' matrices and biases; the larger, the sharper is attention,
+    and the further are two float32 implementations apart (1e-5 and more at 0.25).
     """
     more: dict[str, Any] = {"head_dim": 16} if family in ("llama", "qwen3") else {}
     if family == "mistral":
@@ -75,7 +78,7 @@ def make_tiny_hf(
             if "norm" in name:
                 parameter.copy_(1 + 0.1 * noise)
             else:
-                parameter.copy_((0.4 if "embed" in name or "head" in name else 0.25) * noise)
+                parameter.copy_((0.4 if "embed" in name or "head" in name else width) * noise)
     model.save_pretrained(folder)
     make_tiny_tokenizer().save_pretrained(folder)
     return folder
