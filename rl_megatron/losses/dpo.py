@@ -108,9 +108,11 @@ def dpo_objective(
 
 
 def _weigh(batch: PackedBatch) -> PackedBatch:
-    """Each sequence weighs the same; the loss reads from it only which tokens count.
+    """Each sequence of a valid pair weighs the same; the loss reads only which tokens count.
 
     What weighs in DPO is the pair: 1 / totals.num_pairs if it is valid.
     """
-    weights = aggregation_weights(batch.cu_seqlens, batch.response_mask, "seq-mean-token-mean")
+    valid = valid_pairs(batch.cu_seqlens, batch.response_mask).repeat_interleave(2)
+    counted = batch.response_mask & valid.repeat_interleave(batch.lengths)
+    weights = aggregation_weights(batch.cu_seqlens, counted, "seq-mean-token-mean")
     return batch.with_fields(loss_weights=weights)
