@@ -48,6 +48,9 @@ def load_transformers_model(
             f"{folder} holds {', '.join(unexpected)}, which config.json gives no place to; the "
             "model would not be the one in the folder. Check model_type and its settings."
         )
+    # transformers never trains the embedding of the padding token. Here it is a token like others:
+    # nothing is padded with it that counts, and a model may sample it.
+    model.get_input_embeddings().padding_idx = None
     return model.to(device)
 
 

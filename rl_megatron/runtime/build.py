@@ -103,11 +103,6 @@ def _build_megatron(
     temperature: float,
     trained: bool,
 ) -> PolicyBackend:
-    from rl_megatron.backends.megatron import MegatronBackend
-    from rl_megatron.checkpoint.hf_load import load_hf_weights
-    from rl_megatron.checkpoint.megatron import load_megatron
-    from rl_megatron.models.gpt import build_model
-
     shape = read_shape(folder.hf)
     check_model_fits(
         run.parallel,
@@ -116,6 +111,12 @@ def _build_megatron(
         num_key_value_heads=shape.num_key_value_heads,
         intermediate_size=shape.intermediate_size,
     )
+    # Importing Megatron takes seconds; mistakes are found before.
+    from rl_megatron.backends.megatron import MegatronBackend
+    from rl_megatron.checkpoint.hf_load import load_hf_weights
+    from rl_megatron.checkpoint.megatron import load_megatron
+    from rl_megatron.models.gpt import build_model
+
     divisor = run.model.make_vocab_size_divisible_by
     chunks = build_model(
         shape, process, _DTYPES[run.model.dtype], divisor, temperature, run.model.recompute
@@ -162,15 +163,17 @@ def build_engine(
     policy: PolicyBackend, process: Process, tokenizer: Tokenizer, max_concurrent_sequences: int
 ) -> RolloutEngine:
     """The engine that samples from the policy's own weights."""
+    from rl_megatron.backends.torch import TorchBackend
+
+    if isinstance(policy, TorchBackend):
+        from rl_megatron.rollout.hf import HFEngine
+
+        return HFEngine(policy.model, process, tokenizer.decode, max_concurrent_sequences)
     from rl_megatron.backends.megatron import MegatronBackend
+    from rl_megatron.rollout.megatron import MegatronEngine
 
-    if isinstance(policy, MegatronBackend):
-        from rl_megatron.rollout.megatron import MegatronEngine
-
-        return MegatronEngine(policy.chunks, process, tokenizer.decode, max_concurrent_sequences)
-    from rl_megatron.rollout.hf import HFEngine
-
-    return HFEngine(policy.model, process, tokenizer.decode, max_concurrent_sequences)
+    assert isinstance(policy, MegatronBackend), f"no engine samples from {type(policy).__name__}"
+    return MegatronEngine(policy.chunks, process, tokenizer.decode, max_concurrent_sequences)
 
 
 def _size(shape: ModelShape) -> int:
