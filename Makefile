@@ -16,12 +16,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 SHELL_FILES := $(wildcard slurm/*.sh slurm/*.sbatch .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-unit test-distributed test-e2e check format bench
+.PHONY: help setup quickstart real test test-unit test-distributed test-e2e check format bench
 
 help:
 	@echo "make setup             make $(VENV) with everything in it (a few minutes, once)"
 	@echo "make quickstart        a tiny model learns addition: SFT, GRPO, DPO (under 5 minutes)"
 	@echo "                       LAYOUT=\"tensor_model_parallel_size=2 ...\" splits it over ranks"
+	@echo "make real              SmolLM2-135M from a package: logits, GRPO, DPO, export (minutes)"
 	@echo "make test              all tests: test-unit (with every YAML), test-distributed, test-e2e"
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make format            rewrite the code in the house format"
@@ -46,6 +47,10 @@ $(READY): setup.py pyproject.toml
 quickstart: $(READY)
 	@echo "quickstart: a tiny model learns addition, by SFT, then GRPO and DPO; results in runs/quickstart"
 	$(BIN)/python tools/quickstart.py $(LAYOUT)
+
+real: $(READY)
+	@echo "real: a real model end to end on three ranks; results in runs/real"
+	$(BIN)/python tools/real.py
 
 test: test-unit test-distributed test-e2e
 

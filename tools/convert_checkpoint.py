@@ -27,9 +27,10 @@ from rl_megatron.checkpoint.hf_load import load_hf_weights
 from rl_megatron.checkpoint.hf_save import iter_hf_weights, save_hf
 from rl_megatron.checkpoint.megatron import load_megatron, save_megatron
 from rl_megatron.checkpoint.publish import new_checkpoint, read_pointer
-from rl_megatron.config import build_run, check_model_fits, check_world_size
+from rl_megatron.config import check_model_fits, check_world_size
+from rl_megatron.config.command_line import parse_parallel
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
+from rl_megatron.errors import CheckpointError, RLMegatronError
 from rl_megatron.models.families import read_shape, weight_rules
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.parallel.process import (
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log.setup_logging(int(os.environ.get("RANK", "0")))
     try:
         convert = _import if options.direction == "import" else _export
-        convert(options, _parallel(options.settings))
+        convert(options, parse_parallel(options.settings))
     except RLMegatronError as error:
         if is_main:
             print(f"convert_checkpoint: {error}", file=sys.stderr)
@@ -149,18 +150,6 @@ def _progress(title: str, process: Process, total: int):
         return track(items, title, total, console=log.console()) if shown else items
 
     return wrap
-
-
-def _parallel(settings: Sequence[str]) -> ParallelConfig:
-    values: dict[str, object] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"{setting!r} must be setting=value, e.g. {key}=2")
-        if key in values:
-            raise ConfigError(f"{key} is given twice; remove one")
-        values[key] = int(value) if value.isdigit() else value
-    return build_run(ParallelConfig, values)
 
 
 if __name__ == "__main__":

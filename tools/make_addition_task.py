@@ -75,7 +75,9 @@ def preference_rows(pairs: Iterable[tuple[int, int]], seed: int) -> list[dict[st
     rng = random.Random(seed + 2)
     rows = []
     for a, b in pairs:
-        wrong = next(guess for guess in iter(lambda: sloppy_sum(a, b, rng), None) if guess != a + b)
+        wrong = a + b
+        while wrong == a + b:
+            wrong = sloppy_sum(a, b, rng)
         rows.append({"prompt": f"{a}+{b}=", "chosen": _tagged(a + b), "rejected": _tagged(wrong)})
     return rows
 

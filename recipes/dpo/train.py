@@ -51,9 +51,7 @@ def train(run: DPORun) -> None:
                 with job.phase("evaluate"):
                     results = task.evaluate()
                     if batches.held_out is not None:
-                        results |= objective_metrics(
-                            policy, reference, objective, batches.held_out
-                        )
+                        results |= objective_metrics(policy, reference, objective, batches.held_out)
                 job.record_evaluation(step, results)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TextIO
 
 from rl_megatron.config.help import help_text
-from rl_megatron.config.loader import Run, dump_run, load_run
+from rl_megatron.config.loader import Run, build_run, dump_run, load_run
+from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.errors import ConfigError
 
 EXIT_MISTAKE = 2
@@ -44,6 +45,24 @@ def parse_command_line(
         _write_once(sys.stdout, dump_run(run))
         raise SystemExit(0)
     return run
+
+
+def parse_parallel(settings: Sequence[str]) -> ParallelConfig:
+    """The layout that a tool is given as `setting=value`, e.g. tensor_model_parallel_size=2.
+
+    Raises:
+        ConfigError: What is wrong, by name.
+    """
+    values: dict[str, object] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"{setting!r} must be setting=value, e.g. {key}=2")
+        if key in values:
+            raise ConfigError(f"{key} is given twice; remove one")
+        words: dict[str, object] = {"true": True, "false": False}
+        values[key] = words.get(value, int(value) if value.isdigit() else value)
+    return build_run(ParallelConfig, values)
 
 
 def _load(run_class: type[Run], arguments: list[str], options: set[str]) -> Run:

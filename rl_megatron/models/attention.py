@@ -97,7 +97,7 @@ class CoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: SequenceContext | None = None,
     ) -> Tensor:
-        """[T, heads * head_dim] from query [T, heads, head_dim], key and value [T, kv_heads, ..]."""
+        """[T, heads * head_dim]; query is [T, heads, head_dim], key and value [T, kv_heads, ...]."""
         context = packed_seq_params
         assert isinstance(context, SequenceContext), "the forward pass needs a SequenceContext"
         query = rotate(query, context.cos, context.sin)

@@ -123,6 +123,8 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
 
     May be called again with another layout of the same world size: the old groups are dropped.
     """
+    # Megatron overlaps tensor-parallel communication only if kernels start in program order.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cpu_runtime.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

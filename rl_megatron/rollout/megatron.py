@@ -18,6 +18,7 @@ from rl_megatron.models.sequence import (
     KeyValueCache,
     SequenceContext,
     decode_context,
+    packed_context,
     prefill_context,
 )
 from rl_megatron.parallel.inference import inference_mode
@@ -68,6 +69,28 @@ class MegatronEngine:
         for chunk, mode in zip(self._chunks, modes, strict=True):
             chunk.train(mode)
         return [to_rollout(r, self._decode, self._policy_version) for r in self._collect(mine)]
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [tokens, vocabulary] fp32 at every place of the sequences, end to end.
+
+        For checks: a model is never trained through them. Equal on all ranks; every replica
+        computes all of it.
+        """
+        ids = [token for sequence in sequences for token in sequence]
+        ends = torch.tensor([len(sequence) for sequence in sequences]).cumsum(0)
+        bounds = torch.nn.functional.pad(ends, (1, 0))
+        tail = -len(ids) % self._process.layout.token_multiple
+        if tail:
+            bounds = torch.cat([bounds, bounds[-1:] + tail])
+        with inference_mode():
+            context = packed_context(bounds, self._inverse_frequencies, self._process.device)
+            hidden = self._forward(torch.tensor(ids + [0] * tail), context)
+            shape = (len(ids), self._chunks[0].shape.vocab_size)
+            result = torch.zeros(shape, device=self._process.device)
+            head = self._head()
+            if hidden is not None and head is not None:
+                result = self._logits(hidden[: len(ids)], head)
+            return self._from_last_stage(result.contiguous())
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
         """Note the version: the weights are the trainer's own, and nothing is kept between calls.
@@ -169,14 +192,19 @@ class MegatronEngine:
             tokens, logprobs = sample(logits, sampling, sampled, numbers)
             drawn[0, : len(active)] = tokens.double()
             drawn[1, : len(active)] = logprobs.double()
-        if self._process.layout.pipeline > 1:
-            group = self._process.pipeline_group
-            last = dist.get_global_rank(group, self._process.layout.pipeline - 1)
-            dist.broadcast(drawn, src=last, group=group)
+        drawn = self._from_last_stage(drawn)
         token_ids, values = drawn[0].long().tolist(), drawn[1].tolist()
         for request, token, logprob in zip(active, token_ids, values, strict=False):
             request.take(token, logprob, sampling)
         return torch.tensor(token_ids)
+
+    def _from_last_stage(self, tensor: Tensor) -> Tensor:
+        """The last stage's tensor, on every stage."""
+        if self._process.layout.pipeline > 1:
+            group = self._process.pipeline_group
+            last = dist.get_global_rank(group, self._process.layout.pipeline - 1)
+            dist.broadcast(tensor, src=last, group=group)
+        return tensor
 
     def _head(self) -> Tensor | None:
         """This rank's valid rows of the head in fp32, on the last stage."""
@@ -212,7 +240,7 @@ class MegatronEngine:
         ids = tokens[None].to(process.device)
         rows = len(tokens) // layout.token_multiple
         hidden: Tensor | None = None
-        for index, chunk in enumerate(self._chunks):
+        for chunk in self._chunks:
             if not chunk.pre_process:
                 shape = (rows, 1, chunk.config.hidden_size)
                 received = torch.empty(
@@ -227,7 +255,7 @@ class MegatronEngine:
                 )
         if not process.is_last_stage:
             return None
-        assert hidden is not None and index == len(self._chunks) - 1
+        assert hidden is not None
         hidden = hidden[:, 0]
         if layout.sequence_parallel:
             whole = hidden.new_empty(len(tokens), hidden.shape[1])

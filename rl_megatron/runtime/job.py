@@ -63,7 +63,8 @@ class Job:
             wandb_project=run.logging.wandb_project,
             run_name=run.name,
         )
-        self._rollouts = RolloutWriter(self.folder, process.rank, run.logging.rollouts_per_step)
+        shown_rollouts = run.logging.rollouts_per_step if isinstance(run, GRPORun) else 0
+        self._rollouts = RolloutWriter(self.folder, process.rank, shown_rollouts)
         self._progress: RunProgress | None = None
 
     @classmethod

@@ -72,8 +72,9 @@ class MegatronBackend:
         self._optimizer: Any = None
         self._modules: list[Any] = list(chunks)
         if optimizer is None:
+            # Parameters still require gradients: torch multiplies by a matrix that does not in
+            # another way (one row at a time), and reference and policy would differ in rounding.
             for chunk in chunks:
-                chunk.requires_grad_(False)
                 chunk.eval()
             return
         self._settings = optimizer
