@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from rl_megatron.checkpoint.folders import ModelFolder, resolve_model_folder
+from rl_megatron.checkpoint.hf_files import read_records
 from rl_megatron.config.layout import check_model_fits, check_world_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.runs import DPORun, GRPORun, RunBase
@@ -82,6 +83,7 @@ def build_policy(
                 "reads Hugging Face folders only; set backend=megatron, or make a folder of it "
                 "with tools/convert_checkpoint.py export"
             )
+        read_records(folder.hf)  # Names a file that is missing or cut; transformers may not.
         from rl_megatron.backends.torch import TorchBackend
 
         return TorchBackend(

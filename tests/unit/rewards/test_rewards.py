@@ -61,3 +61,19 @@ def test_a_function_of_the_user_gets_prompt_response_and_answer(tmp_path):
     file.write_text("def f(prompt, response, answer):\n    return (prompt, response, answer)\n")
     reward = build_reward(PythonConfig(name="python", path=f"{file}:f"), 10)
     assert reward([rollout("r", prompt="p", answer=None)]) == [("p", "r", None)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AnswerTagConfig(name="answer_tag"),
+        FormatTagsConfig(name="format_tags"),
+        MathAnswerConfig(name="math_answer"),
+        LengthConfig(name="length", max_tokens=5),
+        OverlongConfig(name="overlong", buffer_tokens=4),
+    ],
+    ids=lambda config: config.name,
+)
+def test_a_reward_says_whether_it_needs_an_answer(config):
+    (value,) = build_reward(config, 10)([rollout("<answer>5</answer>", answer=None)])
+    assert (value is None) == config.needs_answer

@@ -4,7 +4,14 @@ import random
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools.make_addition_task import VOCABULARY, sft_rows, sloppy_sum, split_pairs, write_task
+from tools.make_addition_task import (
+    VOCABULARY,
+    preference_rows,
+    sft_rows,
+    sloppy_sum,
+    split_pairs,
+    write_task,
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +46,30 @@ def test_files_agree_about_the_split(folder):
     trained = {r["prompt"] for r in rows(folder / "sft.jsonl")}
     assert trained == {r["prompt"] for r in prompts}
     assert not trained & {r["prompt"] for r in held_out}
+
+
+@pytest.mark.parametrize(
+    ("preferences", "answers"),
+    [("preferences.jsonl", "prompts.jsonl"), ("heldout_preferences.jsonl", "heldout.jsonl")],
+)
+def test_preferences_are_the_right_answer_against_a_wrong_one(preferences, answers, folder):
+    known = {row["prompt"]: int(row["answer"]) for row in rows(folder / answers)}
+    pairs = rows(folder / preferences)
+    assert [pair["prompt"] for pair in pairs] == list(known)
+    # An error of the teacher: a carry, or one or two, or both; never below 0.
+    possible = {-10, -12, -11, -9, -8, -2, -1, 1, 2}
+    for pair in pairs:
+        total = known[pair["prompt"]]
+        assert pair["chosen"] == f"<answer>{total}</answer>"
+        wrong = pair["rejected"].removeprefix("<answer>").removesuffix("</answer>")
+        assert int(wrong) - total in possible and int(wrong) >= 0
+
+
+def test_preferences_depend_on_the_seed_and_end_where_errors_are_rare():
+    assert preference_rows([(0, 0)], seed=0)[0]["rejected"] != "<answer>0</answer>"
+    pairs = [(a, 7) for a in range(40)]
+    assert preference_rows(pairs, seed=0) == preference_rows(pairs, seed=0)
+    assert preference_rows(pairs, seed=0) != preference_rows(pairs, seed=1)
 
 
 def test_the_teacher_is_right_about_half_the_time():

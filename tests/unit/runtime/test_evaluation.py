@@ -1,0 +1,94 @@
+import math
+
+import pytest
+import torch
+
+from rl_megatron.interfaces import metric_names as names
+from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
+from rl_megatron.losses import dpo_objective, sft_objective
+from rl_megatron.parallel.layout import Layout
+from rl_megatron.parallel.process import Process
+from rl_megatron.runtime.evaluation import Evaluation, objective_metrics
+from rl_megatron.runtime.score import NamedReward
+from tests.helpers.packed import packed
+
+ALONE = Process(Layout(), 0, torch.device("cpu"))
+
+
+class Model:
+    """Says the log-probs that it was given."""
+
+    def __init__(self, *logprobs):
+        self.given = torch.tensor(logprobs)
+
+    def logprobs(self, batch):
+        return self.given
+
+
+class Engine:
+    """Right where it is greedy and the prompt is even."""
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, sampling, group_size, seed):
+        self.calls.append(([p.row_id for p in prompts], sampling, group_size, seed))
+        greedy = sampling.temperature == 0
+        right = [greedy and p.row_id % 2 == 0 for p in prompts]
+        return [
+            Rollout(p, 0, (1,), (0.0,), "stop", str(ok), 0)
+            for p, ok in zip(prompts, right, strict=True)
+        ]
+
+
+def test_prompts_are_answered_greedily_and_at_temperature_1():
+    engine = Engine()
+    reward = NamedReward("right", 1.0, lambda rollouts: [float(r.text == "True") for r in rollouts])
+    sampling = Sampling(temperature=0.7, max_response_tokens=5, stop_token_ids=(2,))
+    prompts = [Prompt(row, (1,), "", "") for row in range(5)]
+    evaluation = Evaluation(prompts, [reward], sampling, batch_size=2, seed=11)
+    assert evaluation.run(engine, ALONE) == {
+        names.EVALUATION_GREEDY: 0.6,
+        names.EVALUATION_SAMPLED: 0.0,
+    }
+    assert [rows for rows, *_ in engine.calls] == [[0, 1], [2, 3], [4]] * 2
+    assert [s.temperature for _, s, *_ in engine.calls] == [0.0] * 3 + [1.0] * 3
+    for _, used, group_size, seed in engine.calls:
+        assert (used.max_response_tokens, used.stop_token_ids) == (5, (2,))
+        assert (group_size, seed) == (1, 11)
+
+
+def test_unscored_answers_are_left_out_of_the_mean():
+    reward = NamedReward("r", 1.0, lambda rs: [None if r.prompt.row_id else 0.5 for r in rs])
+    sampling = Sampling(temperature=0.0, max_response_tokens=5, stop_token_ids=(2,))
+    prompts = [Prompt(row, (1,), "", "") for row in range(2)]
+    means = Evaluation(prompts, [reward], sampling, 2, 0).run(Engine(), ALONE)
+    assert set(means.values()) == {0.5}
+
+
+def test_held_out_rows_of_sft():
+    batch = packed([[0, 1, 1], [0, 1]])
+    metrics = objective_metrics(Model(9.0, -1.0, -2.0, 9.0, -6.0), None, sft_objective(), batch)
+    # Entropy cannot be known from log-probs.
+    expected = {"evaluation/loss/total": 3.0, "evaluation/loss/nll": 3.0}
+    assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_held_out_pairs_of_dpo():
+    batch = packed([[0, 1, 1], [0, 1]], paired=True)
+    policy, reference = Model(0.0, -1.0, -2.0, 0.0, -4.0), Model(0.0, -2.0, -2.0, 0.0, -3.0)
+    metrics = objective_metrics(policy, reference, dpo_objective(beta=0.5), batch)
+    loss = math.log1p(math.exp(-1.0))
+    assert metrics == pytest.approx(
+        {
+            "evaluation/loss/total": loss,
+            "evaluation/loss/dpo": loss,
+            "evaluation/rewards/chosen": 0.5,
+            "evaluation/rewards/rejected": -0.5,
+            "evaluation/rewards/margins": 1.0,
+            "evaluation/rewards/accuracies": 1.0,
+            "evaluation/logps/chosen": -3.0,
+            "evaluation/logps/rejected": -4.0,
+        },
+        rel=1e-6,
+    )
