@@ -77,7 +77,6 @@ class ParallelConfig(Strict):
     def problems(self) -> Iterable[Problem]:
         """Degrees that are not supported, or that need another degree."""
         for name, missing in (
-            ("context_parallel_size", "attention over split sequences is not implemented"),
             ("expert_model_parallel_size", "no supported model family has experts"),
         ):
             if getattr(self, name) > 1:

@@ -30,6 +30,10 @@ class TrainBase(Strict):
     log_interval: PositiveInt = 1
     """Steps (GRPO: rollout batches) between lines of metrics."""
 
+    packed: bool = True
+    """Lay sequences end to end. false: pad each to the longest of its micro-batch, which gives the
+    same numbers and computes more."""
+
     @model_validator(mode="before")
     @classmethod
     def _budget_in_tokens_by_default(cls, data: Any) -> Any:
@@ -39,7 +43,14 @@ class TrainBase(Strict):
         return data
 
     def problems(self) -> Iterable[Problem]:
-        """Two sizes for one micro-batch."""
+        """Two sizes for one micro-batch, or one that padding would exceed."""
+        if not self.packed and self.micro_batch_size is None:
+            yield Problem(
+                "packed",
+                False,
+                "padding would exceed a budget in tokens; set train.micro_batch_size",
+                others=("micro_batch_size",),
+            )
         if self.micro_batch_size is not None and self.max_tokens_per_micro_batch is not None:
             yield Problem(
                 "micro_batch_size",

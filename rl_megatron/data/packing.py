@@ -31,10 +31,12 @@ class MicroBatching:
     Attributes:
         micro_batch_size: Sequences (pairs, if paired) of a micro-batch at most.
         max_tokens_per_micro_batch: Tokens of a micro-batch at most.
+        packed: Sequences end to end; otherwise each is padded to the longest of its micro-batch.
     """
 
     micro_batch_size: int | None = None
     max_tokens_per_micro_batch: int | None = None
+    packed: bool = True
 
     def __post_init__(self) -> None:
         assert (self.micro_batch_size is None) != (self.max_tokens_per_micro_batch is None)

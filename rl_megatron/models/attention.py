@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl_megatron.models.sequence import SequenceContext
+from rl_megatron.parallel.context import gather_keys
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -29,20 +30,23 @@ def packed_attention(
     """Causal attention within each packed sequence.
 
     Args:
-        query: [T, heads, head_dim].
-        key, value: [T, kv_heads, head_dim]; heads is a multiple of kv_heads.
-        context: Boundaries and buckets. Padding inside a bucket is at the right end, so a causal
-            mask alone keeps real tokens from seeing it, and its outputs are dropped.
+        query: [T_local, heads, head_dim], this rank's tokens.
+        key, value: [T, kv_heads, head_dim], all tokens; heads is a multiple of kv_heads.
+        context: Which queries see which keys.
         scale: Factor of the scores, usually head_dim ** -0.5.
 
     Returns:
-        [T, heads, head_dim].
+        [T_local, heads, head_dim].
     """
     parts = []
-    for bucket in context.buckets:
-        q, k, v = (x[bucket.gather].transpose(1, 2) for x in (query, key, value))
-        block = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        parts.append(block.transpose(1, 2)[bucket.real])
+    for block in context.blocks:
+        q = query[block.query].transpose(1, 2)
+        k, v = (x[block.key].transpose(1, 2) for x in (key, value))
+        mask = block.mask()
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        parts.append(output.transpose(1, 2)[block.real])
     return torch.cat(parts)[context.restore]
 
 
@@ -97,18 +101,21 @@ class CoreAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: SequenceContext | None = None,
     ) -> Tensor:
-        """[T, heads * head_dim]; query is [T, heads, head_dim], key and value [T, kv_heads, ...]."""
+        """[T, heads * head_dim] from query [T, heads, head_dim], key and value [T, kv_heads, .]."""
         context = packed_seq_params
         assert isinstance(context, SequenceContext), "the forward pass needs a SequenceContext"
         query = rotate(query, context.cos, context.sin)
         key = rotate(key, context.cos, context.sin)
+        if context.split is not None:
+            both = gather_keys(torch.stack([key, value], dim=1), context.split)
+            key, value = both.unbind(dim=1)
         if context.cache is None:
             output = packed_attention(query, key, value, context, self.scale)
         else:
             rows, positions = context.rows, context.positions
             assert rows is not None and positions is not None
             keys, values = context.cache.write(self.layer_number, rows, positions, key, value)
-            if context.buckets:
+            if context.blocks:
                 output = packed_attention(query, key, value, context, self.scale)
             else:
                 output = cached_attention(query, keys, values, positions, self.scale)

@@ -1,7 +1,7 @@
 """What the attention of every layer needs to know about the tokens of one forward pass.
 
 Megatron passes its `PackedSeqParams` untouched from the model's forward to the core attention.
-Ours carries, besides the boundaries, the rotary tables, the buckets that sequences are computed
+Ours carries, besides the boundaries, the rotary tables, the blocks that attention is computed
 in, and (in generation) the key-value cache. So positions, packing and caching live in one place.
 """
 
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from rl_megatron.models.spans import Block, find_spans, make_blocks
+from rl_megatron.parallel.context import ContextSplit
 
 
 class KeyValueCache:
@@ -50,62 +53,23 @@ class KeyValueCache:
                 store[layer] = store[layer][index]
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Sequences of similar length, computed as one right-padded block.
-
-    Attributes:
-        gather: [n, L] index of each token in the packed tokens; padding repeats token 0.
-        real: [n, L] True on real tokens.
-    """
-
-    gather: Tensor
-    real: Tensor
-
-
-def make_buckets(lengths: list[int], device: torch.device) -> tuple[list[Bucket], Tensor]:
-    """Sequences sorted by length, cut where padding would exceed an eighth of a block.
-
-    Returns:
-        The buckets, and `restore` [T]: where each packed token is among the real tokens of all
-        buckets laid end to end.
-    """
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    order = sorted((i for i in range(len(lengths)) if lengths[i]), key=lambda i: -lengths[i])
-    groups: list[list[int]] = []
-    for i in order:
-        longest = lengths[groups[-1][0]] if groups else 0
-        if groups and lengths[i] >= min(longest - 8, longest * 7 // 8):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    buckets, packed = [], []
-    for members in groups:
-        column = torch.arange(lengths[members[0]])[None]
-        real = column < torch.tensor([lengths[i] for i in members])[:, None]
-        gather = torch.where(real, torch.tensor([starts[i] for i in members])[:, None] + column, 0)
-        packed.append(gather[real])
-        buckets.append(Bucket(gather.to(device), real.to(device)))
-    return buckets, torch.argsort(torch.cat(packed)).to(device)
-
-
 @dataclass
 class SequenceContext(PackedSeqParams):
     """Packed sequences of one forward pass (our `PackedSeqParams`).
 
     Attributes:
         cos, sin: Rotary tables [T, head_dim] of every token, fp32.
-        buckets, restore: See `make_buckets`; no buckets when a cache is decoded.
+        blocks, restore: See `make_blocks`; no blocks when a cache is decoded.
+        split: How tokens lie on the context-parallel ranks; None where each holds all of them.
         cache: Key-value cache in generation, else None.
         rows, positions: [T] cache row and position of every token, with a cache.
     """
 
     cos: Tensor = field(default_factory=lambda: torch.empty(0))
     sin: Tensor = field(default_factory=lambda: torch.empty(0))
-    buckets: list[Bucket] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     restore: Tensor | None = None
+    split: ContextSplit | None = None
     cache: KeyValueCache | None = None
     rows: Tensor | None = None
     positions: Tensor | None = None
@@ -122,25 +86,39 @@ def rotary_tables(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tenso
 
 
 def packed_context(
-    cu_seqlens: Tensor, inverse_frequencies: Tensor, device: torch.device
+    cu_seqlens: Tensor,
+    inverse_frequencies: Tensor,
+    device: torch.device,
+    split: ContextSplit | None = None,
 ) -> SequenceContext:
-    """The context of whole sequences with boundaries `cu_seqlens` [N + 1] (on the host)."""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    """The context of whole sequences.
+
+    Args:
+        cu_seqlens: Their boundaries [N + 1], on the host.
+        inverse_frequencies: Of the rotary embedding, on `device`.
+        device: Of the model.
+        split: Where this rank holds only a part of the tokens.
+    """
+    bounds = cu_seqlens.tolist()
+    lengths = [last - first for first, last in zip(bounds, bounds[1:], strict=False)]
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    pieces = [(0, 0, bounds[-1])]
+    if split is not None:
+        positions, pieces = positions[split.local], split.pieces
     cos, sin = rotary_tables(positions, inverse_frequencies)
-    bounds = cu_seqlens.to(device=device, dtype=torch.int32)
-    longest = max(lengths)
-    buckets, restore = make_buckets(lengths, device)
+    blocks, restore = make_blocks(find_spans(bounds, pieces), device)
+    on_device = cu_seqlens.to(device=device, dtype=torch.int32)
     return SequenceContext(
         qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        cu_seqlens_q=on_device,
+        cu_seqlens_kv=on_device,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
         cos=cos,
         sin=sin,
-        buckets=buckets,
+        blocks=blocks,
         restore=restore,
+        split=split,
     )
 
 

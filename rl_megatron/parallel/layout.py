@@ -32,9 +32,14 @@ class Layout:
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
+    def row_multiple(self) -> int:
+        """What the tokens of a forward pass on one context rank must divide by."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
     def token_multiple(self) -> int:
         """What the tokens of a micro-batch must divide by (a tail of dummy tokens is added)."""
-        return self.tensor if self.sequence_parallel else 1
+        return self.row_multiple * (2 * self.context if self.context > 1 else 1)
 
     @property
     def micro_batch_multiple(self) -> int:

@@ -26,8 +26,9 @@ class Process:
         layout: Parallel degrees of the job.
         rank: Global rank.
         device: The device that this rank computes on.
-        tensor_group, pipeline_group, data_group: The groups this rank belongs to; the pipeline
-            group's ranks are in stage order. None in a job without Megatron.
+        tensor_group, pipeline_group, context_group, data_group: The groups this rank belongs to;
+            the pipeline group's ranks are in stage order. None in a job without Megatron.
+        replica_group: Data- and context-parallel ranks together: each holds the same weights.
     """
 
     layout: Layout
@@ -35,7 +36,9 @@ class Process:
     device: torch.device
     tensor_group: ProcessGroup | None = None
     pipeline_group: ProcessGroup | None = None
+    context_group: ProcessGroup | None = None
     data_group: ProcessGroup | None = None
+    replica_group: ProcessGroup | None = None
 
     @property
     def tensor_rank(self) -> int:
@@ -46,6 +49,16 @@ class Process:
     def stage(self) -> int:
         """Pipeline stage."""
         return 0 if self.pipeline_group is None else dist.get_rank(self.pipeline_group)
+
+    @property
+    def context_rank(self) -> int:
+        """Rank within the context-parallel group."""
+        return 0 if self.context_group is None else dist.get_rank(self.context_group)
+
+    @property
+    def replica_rank(self) -> int:
+        """Rank among those that hold the same weights."""
+        return 0 if self.replica_group is None else dist.get_rank(self.replica_group)
 
     @property
     def data_rank(self) -> int:
@@ -151,7 +164,9 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
         device=device,
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
+        replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
 
 

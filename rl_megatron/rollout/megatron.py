@@ -58,8 +58,8 @@ class MegatronEngine:
     ) -> list[Rollout]:
         """`group_size` rollouts of each prompt, equal on all ranks; see `RolloutEngine`."""
         requests = make_requests(prompts, group_size, seed)
-        share = -(-len(requests) // self._process.layout.data)
-        mine = requests[self._process.data_rank * share :][:share]
+        share = -(-len(requests) // self._num_replicas)
+        mine = requests[self._process.replica_rank * share :][:share]
         modes = [chunk.training for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.eval()
@@ -79,7 +79,7 @@ class MegatronEngine:
         ids = [token for sequence in sequences for token in sequence]
         ends = torch.tensor([len(sequence) for sequence in sequences]).cumsum(0)
         bounds = torch.nn.functional.pad(ends, (1, 0))
-        tail = -len(ids) % self._process.layout.token_multiple
+        tail = -len(ids) % self._process.layout.row_multiple
         if tail:
             bounds = torch.cat([bounds, bounds[-1:] + tail])
         with inference_mode():
@@ -112,10 +112,10 @@ class MegatronEngine:
 
     def _collect(self, mine: list[Request]) -> list[Request]:
         """The requests of all replicas, in order."""
-        if self._process.layout.data == 1:
+        if self._num_replicas == 1:
             return mine
-        shares: list[list[Request]] = [[] for _ in range(self._process.layout.data)]
-        dist.all_gather_object(shares, mine, group=self._process.data_group)
+        shares: list[list[Request]] = [[] for _ in range(self._num_replicas)]
+        dist.all_gather_object(shares, mine, group=self._process.replica_group)
         return [request for share in shares for request in share]
 
     def _run_wave(self, wave: list[Request], sampling: Sampling) -> None:
@@ -144,7 +144,7 @@ class MegatronEngine:
     ) -> tuple[KeyValueCache, Tensor | None]:
         """A cache with one row per prompt, and (last stage) the hidden state after each prompt."""
         process = self._process
-        multiple = process.layout.token_multiple
+        multiple = process.layout.row_multiple
         longest = max(len(prompt.token_ids) for prompt in prompts)
         size = max(longest + max_response_tokens, multiple)
         # One row more for the tail of dummy tokens that lets the layout divide.
@@ -238,7 +238,7 @@ class MegatronEngine:
         """
         process, layout = self._process, self._process.layout
         ids = tokens[None].to(process.device)
-        rows = len(tokens) // layout.token_multiple
+        rows = len(tokens) // layout.row_multiple
         hidden: Tensor | None = None
         for chunk in self._chunks:
             if not chunk.pre_process:
@@ -270,8 +270,13 @@ class MegatronEngine:
 
     def _padded(self, rows: Tensor) -> Tensor:
         """`rows` with the last repeated until the layout divides their number."""
-        tail = -len(rows) % self._process.layout.token_multiple
+        tail = -len(rows) % self._process.layout.row_multiple
         return torch.cat([rows, rows[-1:].expand(tail)])
+
+    @property
+    def _num_replicas(self) -> int:
+        """Ranks that sample on their own: context-parallel ones hold all weights too."""
+        return self._process.layout.data * self._process.layout.context
 
     @property
     def _inverse_frequencies(self) -> Tensor:

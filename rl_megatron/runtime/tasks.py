@@ -30,7 +30,8 @@ from rl_megatron.runtime.build import (
     build_tokenizer,
 )
 from rl_megatron.runtime.evaluation import Evaluation
-from rl_megatron.runtime.score import NamedReward, build_rewards
+from rl_megatron.runtime.groups import GroupSampler
+from rl_megatron.runtime.score import build_rewards
 from rl_megatron.weight_sync import InProcessSync
 
 Row = TypeVar("Row", Example, PreferencePair)
@@ -72,14 +73,12 @@ class DPOTask:
 
 @dataclass(frozen=True)
 class GRPOTask:
-    """See `build_grpo`. `prompts(n)` are those of rollout batch n, counted from 1."""
+    """See `build_grpo`."""
 
     policy: PolicyBackend
     reference: Scorer | None
-    engine: RolloutEngine
     sync: WeightSync
-    prompts: Callable[[int], list[Prompt]]
-    rewards: tuple[NamedReward, ...]
+    groups: GroupSampler
     sampling: Sampling
     evaluate: Callable[[], dict[str, float]]
 
@@ -113,14 +112,19 @@ def build_dpo(run: DPORun, process: Process) -> DPOTask:
 
 
 def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
-    """Policy, reference if a KL is used, engine, prompts and rewards."""
+    """Policy, reference if a KL is used, and what samples and scores groups of responses."""
     tokenizer = build_tokenizer(run)
     rollout, data = run.rollout, run.data
     rewards = build_rewards(run.rewards, rollout.max_response_tokens)
     prompts = load_prompts(data.train, tokenizer, data.max_prompt_length, data.overlong)
     _check_answers(prompts, run.rewards, data.train, "data.train")
-    sampler = PositionSampler(len(prompts), run.seed, data.shuffle)
-    count = rollout.prompts_per_batch
+    order = PositionSampler(len(prompts), run.seed, data.shuffle)
+    sampling = Sampling(
+        temperature=rollout.temperature,
+        max_response_tokens=rollout.max_response_tokens,
+        min_response_tokens=rollout.min_response_tokens,
+        stop_token_ids=_stop_ids(tokenizer, rollout.stop_token_ids),
+    )
     micro_batching = _micro_batching(run.train)
     policy = build_policy(run, process, micro_batching, temperature=rollout.temperature)
     reference = None
@@ -130,22 +134,17 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
     return GRPOTask(
         policy=policy,
         reference=reference,
-        engine=engine,
         sync=InProcessSync(policy, engine),
-        prompts=lambda number: [prompts[i] for i in sampler.take((number - 1) * count, count)],
-        rewards=rewards,
-        sampling=Sampling(
-            temperature=rollout.temperature,
-            max_response_tokens=rollout.max_response_tokens,
-            min_response_tokens=rollout.min_response_tokens,
-            stop_token_ids=_stop_ids(tokenizer, rollout.stop_token_ids),
-        ),
+        groups=GroupSampler(engine, rewards, prompts, order, sampling, rollout, run.seed, process),
+        sampling=sampling,
         evaluate=_evaluator(run, process, policy, tokenizer, engine),
     )
 
 
 def _micro_batching(train: TrainBase) -> MicroBatching:
-    return MicroBatching(train.micro_batch_size, train.max_tokens_per_micro_batch)
+    return MicroBatching(
+        train.micro_batch_size, train.max_tokens_per_micro_batch, packed=train.packed
+    )
 
 
 def _stop_ids(tokenizer: Tokenizer, more: Sequence[int] = ()) -> tuple[int, ...]:

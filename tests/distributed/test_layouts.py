@@ -53,11 +53,12 @@ SPLITS = {
     "1": MicroBatching(micro_batch_size=1),
     "all": MicroBatching(micro_batch_size=1000),
     "budget": MicroBatching(max_tokens_per_micro_batch=40),
+    "padded": MicroBatching(micro_batch_size=3, packed=False),
 }
 EVERY_STEP = [(objective, "2") for objective in OBJECTIVES] + [
     (objective, split)
     for objective in ("grpo-sequences", "dpo")
-    for split in ("1", "all", "budget")
+    for split in ("1", "all", "budget", "padded")
 ]
 STEPS = {"qwen3-tied": EVERY_STEP, "qwen2": [("grpo-sequences", "2"), ("dpo", "1")]}
 NO_CLIPPING = OPTIMIZER.model_copy(update={"clip_grad": 0.0})
@@ -175,7 +176,9 @@ def test_one_rank_agrees_with_the_torch_backend(model, expected, at_one_rank):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "pp2", "dp2", "pp2-vpp2", "tp2-pp2-sp"])
+@pytest.mark.parametrize(
+    "layout", ["tp2", "tp2-sp", "pp2", "dp2", "cp2", "pp2-vpp2", "tp2-pp2-sp", "cp2-tp2-sp"]
+)
 def test_a_step_is_the_same_on_every_layout(layout, model, problem, at_one_rank, pool):
     ranks = pool(LAYOUTS[layout].world_size).run(steps_job, layout, *problem(model), STEPS[model])
     for key, (want, want_weights) in at_one_rank[model].items():

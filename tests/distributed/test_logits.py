@@ -39,7 +39,7 @@ def logits_job(layout, folder, sequences):
         response_mask=torch.zeros(len(tokens), dtype=torch.bool),
         sequence_ids=torch.arange(len(sequences)),
     )
-    micro_batch = make_micro_batch(batch, process.layout.token_multiple, process.device)
+    micro_batch = make_micro_batch(batch, process, packed=True)
     hidden = _hidden_states(chunks, micro_batch)
     if hidden is None:
         return None

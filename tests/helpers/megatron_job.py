@@ -29,6 +29,8 @@ LAYOUTS: dict[str, Layout] = {
     "tp2-pp2": Layout(tensor=2, pipeline=2),
     "tp2-pp2-sp": Layout(tensor=2, pipeline=2, sequence_parallel=True),
     "tp2-dp2": Layout(tensor=2, data=2),
+    "cp2": Layout(context=2),
+    "cp2-tp2-sp": Layout(context=2, tensor=2, sequence_parallel=True),
 }
 # 131 tokens become 136 on one tensor-parallel rank and 144 on two.
 VOCAB_DIVISOR = 8

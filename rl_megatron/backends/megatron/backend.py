@@ -145,8 +145,9 @@ class MegatronBackend:
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank's results count: one rank of its tensor-parallel group, last stage."""
-        return self.process.is_last_stage and self.process.tensor_rank == 0
+        """Whether this rank's results count: one of those that computed them, on the last stage."""
+        process = self.process
+        return process.is_last_stage and process.tensor_rank == process.context_rank == 0
 
     def _plan(self, batch: PackedBatch) -> list[list[int]]:
         """The micro-batches of this rank: indices of sequences."""
@@ -165,7 +166,7 @@ class MegatronBackend:
         """Send the planned micro-batches through the model; what `share` said on the last stage."""
         layout = self.process.layout
         micro_batches = [
-            make_micro_batch(batch.select(members), layout.token_multiple, self.process.device)
+            make_micro_batch(batch.select(members), self.process, self.micro_batching.packed)
             for members in plan
         ]
 

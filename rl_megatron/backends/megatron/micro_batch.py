@@ -16,52 +16,90 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import ModelOutput
 from rl_megatron.models.gpt import PolicyModel
 from rl_megatron.models.sequence import SequenceContext, packed_context
+from rl_megatron.parallel.context import ContextSplit, gather_rows, split_tokens
+from rl_megatron.parallel.process import Process
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Sequences that go through the model together.
 
+    The model sees M tokens: those of the batch in their places, padding elsewhere.
+
     Attributes:
         batch: The sequences, on the device of the model; there may be none.
-        tokens: [1, T + tail] token ids; the tail is a dummy sequence that lets the layout divide.
-        cu_seqlens: Boundaries with the tail, on the host.
-        targets: [T + tail] token that each row predicts, -1 where nobody asks.
+        place: [T] where each token of the batch is among the M.
+        tokens: [1, M] token ids, or this rank's part of them under context parallelism.
+        targets: [M] token that each row predicts, -1 where nobody asks; or this rank's part.
+        cu_seqlens: Boundaries among the M tokens, on the host.
+        split: How the M tokens lie on context-parallel ranks.
     """
 
     batch: PackedBatch
+    place: Tensor
     tokens: Tensor
-    cu_seqlens: Tensor
     targets: Tensor
+    cu_seqlens: Tensor
+    split: ContextSplit | None
 
     def context(self, model: PolicyModel) -> SequenceContext:
         """What the attention layers of `model` need to know."""
-        return packed_context(self.cu_seqlens, model.inverse_frequencies, self.tokens.device)
+        device = self.tokens.device
+        return packed_context(self.cu_seqlens, model.inverse_frequencies, device, self.split)
 
     def output(self, rows: Tensor) -> ModelOutput:
-        """Log-probs and entropy of the batch's tokens from the model's rows [2, T + tail]."""
-        size = self.batch.num_tokens
-        if size == 0:
-            return ModelOutput(rows[0, :0], rows[1, :0])
-        shifted = torch.nn.functional.pad(rows[:, : size - 1], (1, 0))
+        """Log-probs and entropy [T] of the batch's tokens from the model's rows [2, M].
+
+        Under context parallelism every rank gets those of all tokens, so a loss may be any
+        function of whole sequences.
+        """
+        if self.split is not None:
+            rows = gather_rows(rows, self.split)
+        # What row t says goes to place t + 1. Rows without a target hold 0, so a first token gets
+        # 0 from the row before it.
+        shifted = torch.nn.functional.pad(rows, (1, 0))[:, self.place]
         return ModelOutput(shifted[0], shifted[1])
 
 
-def make_micro_batch(batch: PackedBatch, token_multiple: int, device: torch.device) -> MicroBatch:
-    """The micro-batch of all sequences of `batch` (on the host)."""
-    size = batch.num_tokens
-    tail = -size % token_multiple if size else max(token_multiple, 1)
-    next_token = batch.tokens.roll(-1)
-    asked = batch.response_mask.roll(-1)
-    if size:
-        asked[-1] = False
-    targets = torch.where(asked, next_token, -1)
-    bounds = batch.cu_seqlens
+def make_micro_batch(batch: PackedBatch, process: Process, packed: bool) -> MicroBatch:
+    """The micro-batch of all sequences of `batch` (on the host).
+
+    Args:
+        batch: May hold no sequence: the model then runs on padding alone.
+        process: This rank; its layout says what the number of tokens must divide by.
+        packed: Sequences end to end; otherwise each is padded to the longest.
+    """
+    place, bounds = _lay_out(batch, packed)
+    multiple, size = process.layout.token_multiple, int(bounds[-1])
+    # The tail is a sequence of its own, which nobody looks at.
+    tail = -size % multiple if size else multiple
     if tail:
         bounds = torch.cat([bounds, bounds[-1:] + tail])
+    tokens = torch.zeros(size + tail, dtype=torch.int64)
+    targets = torch.full((size + tail,), -1)
+    tokens[place] = batch.tokens
+    asked = batch.response_mask
+    targets[place[asked] - 1] = batch.tokens[asked]
+    split = None
+    if process.layout.context > 1:
+        assert process.context_group is not None
+        split = split_tokens(size + tail, process.context_group)
+        tokens, targets = tokens[split.local], targets[split.local]
+        split = split.to(process.device)
     return MicroBatch(
-        batch=batch.to(device),
-        tokens=torch.nn.functional.pad(batch.tokens, (0, tail))[None].to(device),
+        batch=batch.to(process.device),
+        place=place.to(process.device),
+        tokens=tokens[None].to(process.device),
+        targets=targets.to(process.device),
         cu_seqlens=bounds,
-        targets=torch.nn.functional.pad(targets, (0, tail), value=-1).to(device),
+        split=split,
     )
+
+
+def _lay_out(batch: PackedBatch, packed: bool) -> tuple[Tensor, Tensor]:
+    """Place of each token, and the boundaries of the sequences."""
+    if packed or batch.num_sequences == 0:
+        return torch.arange(batch.num_tokens), batch.cu_seqlens
+    width = int(batch.lengths.max())
+    place = batch.segment_ids * width + batch.position_ids
+    return place, torch.arange(batch.num_sequences + 1) * width

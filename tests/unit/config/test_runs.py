@@ -46,10 +46,9 @@ GRPO_COMPLAINTS = {
         "cluster.num_nodes = 2: has no effect: cluster.gpus_per_node is null; set it, or remove "
         "this key",
     ),
-    "context parallel": (
-        {"parallel__context_parallel_size": 2},
-        "parallel.context_parallel_size = 2: attention over split sequences is not implemented "
-        "yet; set it to 1",
+    "padding to a budget in tokens": (
+        {"train__packed": False},
+        "train.packed = False: padding would exceed a budget in tokens; set train.micro_batch_size",
     ),
     "expert parallel": (
         {"parallel__expert_model_parallel_size": 2},
@@ -90,6 +89,57 @@ GRPO_COMPLAINTS = {
         {"rollout__group_size": 1, "algorithm__adv_estimator": "rloo"},
         "rollout.group_size = 1: algorithm.adv_estimator rloo compares the responses of a group, "
         "so every advantage would be 0; take at least 2",
+    ),
+    "a group of one, whitened around its own mean": (
+        {"rollout__group_size": 1, "algorithm__adv_estimator": "reinforce_plus_plus_baseline"},
+        "rollout.group_size = 1: algorithm.adv_estimator reinforce_plus_plus_baseline compares the "
+        "responses of a group, so every advantage would be 0; take at least 2",
+    ),
+    "dynamic sampling that could never fill a batch": (
+        {
+            "rollout__group_size": 1,
+            "rollout__dynamic_sampling": {},
+            "algorithm__adv_estimator": "reinforce_plus_plus",
+        },
+        "rollout.group_size = 1: rewards of a group of one never differ, so "
+        "rollout.dynamic_sampling could never fill a batch; take at least 2 or set "
+        "rollout.dynamic_sampling=null",
+    ),
+    "dynamic sampling without a refill": (
+        {"rollout__dynamic_sampling": {"max_refills": 0}},
+        "rollout.dynamic_sampling.max_refills = 0: must be above 0; without this key it is 20",
+    ),
+    "dynamic sampling by a reward that the run has not": (
+        {"rollout__dynamic_sampling": {"reward": "math_answer"}},
+        "rollout.dynamic_sampling.reward = 'math_answer': is not a reward of this run; take one of "
+        "answer_tag, or null for their sum",
+    ),
+    "dual clip of weights": (
+        {"loss__loss_mode": "cispo", "loss__clip_ratio_c": 10.0},
+        "loss.clip_ratio_c = 10.0: has no effect: loss.loss_mode cispo bounds the weight of both "
+        "signs of the advantage by clip_ratio_high; remove this key",
+    ),
+    "a bound of importance weights that are off": (
+        {"algorithm__rollout_is_threshold": 4.0},
+        "algorithm.rollout_is_threshold = 4.0: has no effect: algorithm.rollout_is is none; set it "
+        "to truncate or mask, or remove this key",
+    ),
+    "a level of importance weights that are off": (
+        {"algorithm__rollout_is_level": "sequence"},
+        "algorithm.rollout_is_level = 'sequence': has no effect: algorithm.rollout_is is none; set "
+        "it to truncate or mask, or remove this key",
+    ),
+    "a bound that lets nothing through": (
+        {"algorithm__rollout_is": "mask", "algorithm__rollout_is_threshold": 1.0},
+        "algorithm.rollout_is_threshold = 1.0: must be above 1.0; without this key it is 2.0",
+    ),
+    "a loss mode that is not offered": (
+        {"loss__loss_mode": "ppo"},
+        "loss.loss_mode = 'ppo': must be one of vanilla, gspo, cispo; did you mean 'gspo'?",
+    ),
+    "an entropy bonus of the other sign": (
+        {"loss__entropy_coef": -0.01},
+        "loss.entropy_coef = -0.01: must be at least 0.0; without this key it is 0.0",
     ),
     "temperature 0": (
         {"rollout__temperature": 0},
@@ -321,6 +371,26 @@ def test_allow_k1_loss_is_for_k1_only():
     assert complaint(GRPORun, GRPO, **settings, loss__kl_loss_type="k2") == (
         "loss.allow_k1_loss = true: has no effect: loss.kl_loss_type is k2; remove this key"
     )
+
+
+@pytest.mark.parametrize("adv_estimator", ["grpo", "reinforce_plus_plus"])
+def test_what_divides_by_a_deviation_reads_adv_eps(adv_estimator):
+    settings = {"algorithm__adv_estimator": adv_estimator, "algorithm__adv_eps": 1e-6}
+    assert build_run(GRPORun, with_settings(GRPO, **settings)).algorithm.adv_eps == 1e-6
+
+
+def test_one_response_per_prompt_suits_an_estimator_without_groups():
+    settings = {"rollout__group_size": 1, "algorithm__adv_estimator": "reinforce_plus_plus"}
+    assert build_run(GRPORun, with_settings(GRPO, **settings)).rollout_sequences == 32
+
+
+def test_dynamic_sampling_by_the_name_of_a_function():
+    run = with_settings(
+        GRPO,
+        rewards=[{"name": "python", "path": "mine.py:right"}],
+        rollout__dynamic_sampling={"reward": "right"},
+    )
+    assert build_run(GRPORun, run).rollout.dynamic_sampling.max_refills == 20
 
 
 def test_dpo_swaps_its_reference_with_megatron_only():

@@ -1,6 +1,4 @@
-"""Buckets, rotary tables and the cache of one forward pass."""
-
-import random
+"""Rotary tables and the cache of one forward pass."""
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from rl_megatron.models.rope import inverse_frequencies, parse_rope
 from rl_megatron.models.sequence import (
     KeyValueCache,
     decode_context,
-    make_buckets,
     packed_context,
     prefill_context,
     rotary_tables,
@@ -19,54 +16,6 @@ from rl_megatron.models.sequence import (
 from tests.helpers.tiny_model import LLAMA3_ROPE
 
 CPU = torch.device("cpu")
-SEVERAL = {
-    "equal": [7] * 5,
-    "one": [1],
-    "empty-ones": [0, 3, 0, 5, 0],
-    "nothing": [0, 0],
-    "steps": list(range(1, 70)),
-    "far-apart": [1, 1000, 10, 100, 2, 999],
-    "random": [random.Random(0).randint(1, 300) for _ in range(100)],
-}
-
-
-@pytest.mark.parametrize("name", [name for name in SEVERAL if name != "nothing"])
-def test_buckets_hold_every_token_once_in_order(name):
-    lengths = SEVERAL[name]
-    buckets, restore = make_buckets(lengths, CPU)
-    total = sum(lengths)
-    laid_out = torch.cat([bucket.gather[bucket.real] for bucket in buckets])
-    assert sorted(laid_out.tolist()) == list(range(total))
-    assert torch.equal(laid_out[restore], torch.arange(total))
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    spans = {tuple(range(a, b)) for a, b in zip(starts, starts[1:], strict=False) if b > a}
-    rows = [
-        tuple(gather[real].tolist())
-        for bucket in buckets
-        for gather, real in zip(bucket.gather, bucket.real, strict=True)
-    ]
-    assert len(rows) == len(spans) and set(rows) == spans
-    for bucket in buckets:
-        # Padding stands behind what is real, where causal attention does not look.
-        assert not (~bucket.real[:, :-1] & bucket.real[:, 1:]).any()
-        assert bucket.real[:, 0].all()
-
-
-@pytest.mark.parametrize("name", [name for name in SEVERAL if name != "nothing"])
-def test_padding_is_at_most_an_eighth_or_eight_tokens_a_sequence(name):
-    for bucket in make_buckets(SEVERAL[name], CPU)[0]:
-        longest = bucket.real.shape[1]
-        assert (longest - bucket.real.sum(1)).max() <= max(8, longest / 8 + 1)
-
-
-def test_a_new_bucket_is_made_where_the_next_sequence_is_too_short():
-    def shapes(lengths):
-        return [tuple(bucket.real.shape) for bucket in make_buckets(lengths, CPU)[0]]
-
-    assert shapes([20, 12]) == [(2, 20)]
-    assert shapes([20, 11]) == [(1, 20), (1, 11)]
-    assert shapes([800, 700]) == [(2, 800)]
-    assert shapes([800, 699]) == [(1, 800), (1, 699)]
 
 
 @pytest.mark.parametrize("rope", [{}, LLAMA3_ROPE, {"rope_type": "linear", "factor": 4.0}])

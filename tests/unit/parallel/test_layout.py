@@ -13,7 +13,8 @@ from rl_megatron.parallel.layout import Layout
         ({"tensor": 4, "sequence_parallel": True}, 4, 4, 1),
         ({"tensor": 2, "pipeline": 3, "data": 5}, 30, 1, 1),
         ({"pipeline": 4, "virtual": 2}, 4, 1, 4),
-        ({"tensor": 8, "pipeline": 4, "context": 2, "data": 2, "expert": 2}, 128, 1, 1),
+        ({"tensor": 8, "pipeline": 4, "context": 2, "data": 2, "expert": 2}, 128, 4, 1),
+        ({"tensor": 2, "context": 3, "sequence_parallel": True}, 6, 12, 1),
     ],
 )
 def test_what_follows_from_the_degrees(degrees, world_size, token_multiple, micro_batch_multiple):
