@@ -11,19 +11,18 @@ if __name__ == "__main__":
 from rl_megatron.advantages import compute_advantages, with_advantages
 from rl_megatron.data.packing import pack_rollouts
 from rl_megatron.interfaces import metric_names as names
-from rl_megatron.losses import grpo_objective, rollout_mismatch
+from rl_megatron.losses import correct_for_rollout, grpo_objective, rollout_mismatch
 from rl_megatron.runtime.guards import check_first_grpo_step
 from rl_megatron.runtime.job import Job
 from rl_megatron.runtime.kl_in_reward import KLInReward
 from rl_megatron.runtime.launch import launch
 from rl_megatron.runtime.learning_rate import learning_rate
 from rl_megatron.runtime.rollout_batch import (
-    group_ids,
+    mask_truncated,
     mean_metrics,
     mini_batches,
+    num_response_tokens,
     rollout_metrics,
-    rollout_seed,
-    score_together,
 )
 from rl_megatron.runtime.tasks import build_grpo
 
@@ -40,23 +39,17 @@ def train(run: GRPORun) -> None:
     """Sample groups of responses, score them, and raise the log-probs of the better ones."""
     with Job.start(run, "grpo", SHOWN) as job:
         task = build_grpo(run, job.process)
-        policy, reference, group_size = task.policy, task.reference, run.rollout.group_size
+        policy, reference, algorithm = task.policy, task.reference, run.algorithm
         objective = grpo_objective(
             **run.loss.model_dump(), max_response_tokens=run.rollout.max_response_tokens
         )
-        kl_in_reward = KLInReward(run.algorithm)
+        kl_in_reward = KLInReward(algorithm)
         step = 0
 
         for number in job.rounds(run.train.num_rollout_batches):
             task.sync.push(policy_version=step)
-            with job.phase("generate") as span:
-                seed = rollout_seed(run.seed, number)
-                rollouts = task.engine.generate(
-                    task.prompts(number), task.sampling, group_size, seed
-                )
-                span.tokens = sum(len(rollout.response_ids) for rollout in rollouts)
-            with job.phase("score"):
-                scores = score_together(rollouts, task.rewards, job.process)
+            sampled = task.groups.sample(number, job.phase)
+            rollouts, scores = sampled.rollouts, sampled.scores
             job.record_rollouts(step + 1, rollouts, scores.rewards)
 
             batch = pack_rollouts(rollouts, task.sampling.stop_token_ids)
@@ -68,19 +61,26 @@ def train(run: GRPORun) -> None:
                     batch = batch.with_fields(ref_logprobs=reference.logprobs(batch))
                     span.tokens = batch.num_tokens
 
-            rewards, kl_metrics = kl_in_reward.apply(scores.rewards, batch)
-            advantages = compute_advantages(
-                rewards,
-                group_ids(rollouts, group_size),
-                group_size,
-                adv_estimator=run.algorithm.adv_estimator,
-                adv_eps=run.algorithm.adv_eps,
-                adv_clip=run.algorithm.adv_clip,
-            )
             mismatch = rollout_mismatch(
                 batch.old_logprobs, batch.rollout_logprobs, batch.response_mask
             )
-            batch = with_advantages(batch, advantages)
+            rewards, kl_metrics = kl_in_reward.apply(scores.rewards, batch)
+            batch, masked = mask_truncated(batch, rollouts, algorithm.mask_truncated_responses)
+            advantages = compute_advantages(
+                rewards,
+                sampled.group_ids,
+                run.rollout.group_size,
+                adv_estimator=algorithm.adv_estimator,
+                adv_eps=algorithm.adv_eps,
+                adv_clip=algorithm.adv_clip,
+                num_tokens=num_response_tokens(batch),
+            )
+            batch, importance = correct_for_rollout(
+                with_advantages(batch, advantages),
+                rollout_is=algorithm.rollout_is,
+                rollout_is_level=algorithm.rollout_is_level,
+                rollout_is_threshold=algorithm.rollout_is_threshold,
+            )
 
             updates = []
             with job.phase("update") as span:
@@ -93,11 +93,17 @@ def train(run: GRPORun) -> None:
                         span.tokens += mini_batch.num_tokens
                         if step == 1:
                             check_first_grpo_step(run, updates[0])
-            sampled = rollout_metrics(rollouts, scores, advantages)
-            job.record(step, mean_metrics(updates) | sampled | mismatch | kl_metrics)
+            metrics = mean_metrics(updates) | rollout_metrics(rollouts, scores, advantages)
+            metrics |= sampled.metrics | masked | mismatch | importance | kl_metrics
+            job.record(step, metrics)
 
             if job.is_due(run.train.save_interval):
-                job.save(step, policy, kl_in_reward=kl_in_reward.state_dict())
+                job.save(
+                    step,
+                    policy,
+                    kl_in_reward=kl_in_reward.state_dict(),
+                    prompts=task.groups.state_dict(),
+                )
             if job.is_due(run.train.eval_interval):
                 with job.phase("evaluate"):
                     results = task.evaluate()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_megatron.advantages.group_relative import group_mean_centred, group_z_score
 from rl_megatron.advantages.leave_one_out import leave_one_out
+from rl_megatron.advantages.whitening import reward_itself, whiten
 from rl_megatron.errors import ConfigError, RolloutError
 from rl_megatron.interfaces.batch import PackedBatch
 
@@ -20,10 +21,15 @@ ADVANTAGES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "grpo": group_z_score,
     "dr_grpo": group_mean_centred,
     "rloo": leave_one_out,
+    "reinforce_plus_plus": reward_itself,
+    "reinforce_plus_plus_baseline": group_mean_centred,
 }
 """Estimator name -> (rewards of one group, adv_eps) -> advantages of that group."""
 
-_NEEDS_COMPANY = ("grpo", "rloo")
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators whose advantages are then whitened over the whole rollout batch."""
+
+_NEEDS_COMPANY = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Advantages:
         excluded: True for rollouts without a reward: they are not to be trained on.
         num_groups: Groups with at least one reward.
         num_zero_variance_groups: Those of them whose rewards are all equal (one reward alone
-            included): they teach the policy nothing.
+            included): compared with each other they teach the policy nothing.
     """
 
     values: Float[Tensor, " N"]
@@ -52,8 +58,9 @@ def compute_advantages(
     adv_estimator: str,
     adv_eps: float = 1e-4,
     adv_clip: float | None = None,
+    num_tokens: Sequence[int] | None = None,
 ) -> Advantages:
-    """Advantage of every rollout over its own group.
+    """Advantage of every rollout over its own group, or over the batch.
 
     A group is the rollouts of equal `group_ids`, wherever they stand in the batch; texts are not
     compared. A missing reward (None or NaN) takes part in nothing: the statistics of its group
@@ -64,8 +71,10 @@ def compute_advantages(
         group_ids: The prompt each rollout answers, by the identity of its row.
         group_size: Rollouts per prompt, as configured.
         adv_estimator: A key of ADVANTAGES.
-        adv_eps: Added to the standard deviation (grpo).
+        adv_eps: Added to the standard deviation (grpo, reinforce_plus_plus...).
         adv_clip: Advantages are clamped to [-adv_clip, adv_clip]; None: off.
+        num_tokens: Tokens of each rollout that are trained on. Whitening is over tokens, so this
+            is how often each counts; None: once each.
 
     Raises:
         ConfigError: The estimator is unknown, or compares with siblings and group_size is 1.
@@ -90,6 +99,10 @@ def compute_advantages(
         num_groups += 1
         num_zero_variance_groups += int(given[scored].max() == given[scored].min())
         values[scored] = ADVANTAGES[adv_estimator](given[scored], adv_eps)
+    if adv_estimator in WHITENED:
+        counts = torch.ones_like(given) if num_tokens is None else torch.tensor(num_tokens)
+        counts = torch.where(excluded, 0, counts)
+        values = torch.where(excluded, 0.0, whiten(values, counts, adv_eps))
     if adv_clip is not None:
         values = values.clamp(-adv_clip, adv_clip)
     return Advantages(values.float(), excluded, num_groups, num_zero_variance_groups)

@@ -52,17 +52,36 @@ KLControlConfig = Annotated[FixedKLConfig | AdaptiveKLConfig, Field(discriminato
 
 
 class AlgorithmConfig(Strict):
-    """Advantages of GRPO and its relatives."""
+    """Advantages of GRPO and its relatives, and which tokens they are of."""
 
-    adv_estimator: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    adv_estimator: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "grpo"
     """grpo: reward minus the group's mean, over its standard deviation. dr_grpo: minus the mean
-    only. rloo: minus the mean of the others in the group."""
+    only. rloo: minus the mean of the others in the group. reinforce_plus_plus: the reward itself,
+    whitened over the tokens of the whole rollout batch; ..._baseline: minus the group's mean
+    first."""
 
     adv_eps: PositiveFloat = 1e-4
-    """Added to the standard deviation (grpo)."""
+    """Added to the standard deviation (grpo, and what is whitened)."""
 
     adv_clip: PositiveFloat | None = None
     """Advantages are clamped to plus or minus this; null: off."""
+
+    mask_truncated_responses: bool = False
+    """Do not train on responses that were cut at `rollout.max_response_tokens` (DAPO's overlong
+    filtering). Their rewards stay part of their group's mean."""
+
+    rollout_is: Literal["none", "truncate", "mask"] = "none"
+    """Importance weights old / rollout probability on the policy loss, which make up for an engine
+    whose log-probs are not quite the trainer's. truncate: at most `rollout_is_threshold` (C). mask:
+    0 outside 1/C .. C."""
+
+    rollout_is_level: Literal["token", "sequence"] = "token"
+    """token: each token has its own weight. sequence: the product over its response."""
+
+    rollout_is_threshold: float = Field(default=2.0, gt=1)
+    """Bound of the importance weights."""
 
     use_kl_in_reward: bool = False
     """Subtract `kl_coef` times the KL from the reference from the rewards."""
@@ -90,12 +109,16 @@ class AlgorithmConfig(Strict):
     def idle(self) -> Mapping[str, Idle]:
         """Settings that the chosen estimator, or a KL that is off, does not read."""
         idle = {}
-        if self.adv_estimator != "grpo":
+        if self.adv_estimator in ("dr_grpo", "rloo"):
             reason = (
                 f"algorithm.adv_estimator {self.adv_estimator} does not divide by the standard "
                 "deviation; remove this key"
             )
             idle["adv_eps"] = Idle(reason, ("adv_estimator",))
+        if self.rollout_is == "none":
+            reason = "algorithm.rollout_is is none; set it to truncate or mask, or remove this key"
+            off = Idle(reason, ("rollout_is",))
+            idle |= dict.fromkeys(("rollout_is_level", "rollout_is_threshold"), off)
         if not self.use_kl_in_reward:
             reason = "algorithm.use_kl_in_reward is false; set it to true, or remove this key"
             off = Idle(reason, ("use_kl_in_reward",))

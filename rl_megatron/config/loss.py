@@ -13,7 +13,12 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 class GRPOLossConfig(Strict):
-    """The clipped policy loss, and a KL term if one is wanted in the loss."""
+    """The policy loss, and terms for KL and entropy where they are wanted in the loss."""
+
+    loss_mode: Literal["vanilla", "gspo", "cispo"] = "vanilla"
+    """vanilla: the ratio of each token is clipped (PPO, GRPO, DAPO). gspo: the ratio of the whole
+    response is; in the paper with seq-mean-token-mean. cispo: log-probs are weighted by the clipped
+    ratio, so that a clipped token keeps its gradient."""
 
     loss_agg_mode: Literal[
         "token-mean",
@@ -25,8 +30,8 @@ class GRPOLossConfig(Strict):
     """How per-token losses of a mini-batch become one number. seq-mean-token-sum-norm is
     Dr.GRPO's: the sum over (sequences times `rollout.max_response_tokens`)."""
 
-    clip_ratio_low: float = Field(default=0.2, gt=0, lt=1)
-    """The ratio of new to old probability is clipped below 1 minus this."""
+    clip_ratio_low: float = Field(default=0.2, gt=0, le=1)
+    """The ratio of new to old probability is clipped below 1 minus this; 1.0: not at all."""
 
     clip_ratio_high: PositiveFloat = 0.2
     """The ratio is clipped above 1 plus this."""
@@ -48,6 +53,9 @@ class GRPOLossConfig(Strict):
     allow_k1_loss: bool = False
     """Accept k1 as a loss all the same."""
 
+    entropy_coef: NonNegativeFloat = 0.0
+    """This times the entropy is subtracted from the loss, aggregated alike; 0: no bonus."""
+
     def problems(self) -> Iterable[Problem]:
         """k1 as a loss."""
         if self.use_kl_loss and self.kl_loss_type == "k1" and not self.allow_k1_loss:
@@ -61,15 +69,22 @@ class GRPOLossConfig(Strict):
             )
 
     def idle(self) -> Mapping[str, Idle]:
-        """The settings of a KL term that is off."""
+        """The settings of a KL term that is off, and a bound that the mode does not have."""
+        idle = {}
+        if self.loss_mode == "cispo":
+            reason = (
+                "loss.loss_mode cispo bounds the weight of both signs of the advantage by "
+                "clip_ratio_high; remove this key"
+            )
+            idle["clip_ratio_c"] = Idle(reason, ("loss_mode",))
         if not self.use_kl_loss:
             reason = "loss.use_kl_loss is false; set it to true, or remove this key"
             off = Idle(reason, ("use_kl_loss",))
-            return dict.fromkeys(("kl_loss_coef", "kl_loss_type", "allow_k1_loss"), off)
-        if self.kl_loss_type != "k1":
+            idle |= dict.fromkeys(("kl_loss_coef", "kl_loss_type", "allow_k1_loss"), off)
+        elif self.kl_loss_type != "k1":
             reason = f"loss.kl_loss_type is {self.kl_loss_type}; remove this key"
-            return {"allow_k1_loss": Idle(reason, ("kl_loss_type",))}
-        return {}
+            idle["allow_k1_loss"] = Idle(reason, ("kl_loss_type",))
+        return idle
 
 
 class DPOLossConfig(Strict):

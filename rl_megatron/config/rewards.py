@@ -120,6 +120,11 @@ RewardConfig = Annotated[
 RewardList = Annotated[tuple[RewardConfig, ...], StrictMode(False)]
 
 
+def reward_label(reward: RewardConfig) -> str:
+    """What the reward is recorded as; unique within a run."""
+    return reward.path.rpartition(":")[2] if isinstance(reward, PythonConfig) else reward.name
+
+
 def reward_problems(
     key: str, rewards: tuple[RewardConfig, ...], max_response_tokens: int, max_key: str
 ) -> Iterable[Problem]:
@@ -141,7 +146,7 @@ def reward_problems(
                 "lower it",
                 others=(max_key,),
             )
-    labels = [r.path.rpartition(":")[2] if isinstance(r, PythonConfig) else r.name for r in rewards]
+    labels = [reward_label(reward) for reward in rewards]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             yield Problem(

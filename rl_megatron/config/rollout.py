@@ -11,6 +11,18 @@ from pydantic import Strict as StrictMode
 from rl_megatron.config.base import Problem, Strict
 
 
+class DynamicSamplingConfig(Strict):
+    """Groups whose rewards are all equal are replaced by groups of further prompts (DAPO)."""
+
+    max_refills: PositiveInt = 20
+    """How often further prompts are drawn for one rollout batch. A batch that is not full then
+    stops the run."""
+
+    reward: str | None = None
+    """The reward of this name decides whether a group differs; null: the sum of all. DAPO asks the
+    right answer only, so that length does not keep a group that is right throughout."""
+
+
 class RolloutConfig(Strict):
     """One rollout batch: `prompts_per_batch` prompts with `group_size` responses each."""
 
@@ -44,6 +56,9 @@ class RolloutConfig(Strict):
     stop_token_ids: Annotated[tuple[NonNegativeInt, ...], StrictMode(False)] = ()
     """Tokens that end a response, beside the tokenizer's own end of sequence."""
 
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Train on groups whose rewards differ only, `prompts_per_batch` of them; null: on all."""
+
     max_concurrent_sequences: PositiveInt = 256
     """Responses sampled side by side: bounds the memory of the KV cache, changes no number."""
 
@@ -64,6 +79,14 @@ class RolloutConfig(Strict):
                     "leaves out tokens that the trained distribution contains, so the ratio of new "
                     f"to old log-probs would be wrong; remove this key (off is {off})",
                 )
+        if self.dynamic_sampling is not None and self.group_size == 1:
+            yield Problem(
+                "group_size",
+                1,
+                "rewards of a group of one never differ, so rollout.dynamic_sampling could never "
+                "fill a batch; take at least 2 or set rollout.dynamic_sampling=null",
+                others=("dynamic_sampling",),
+            )
         if self.min_response_tokens > self.max_response_tokens:
             yield Problem(
                 "min_response_tokens",

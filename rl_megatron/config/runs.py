@@ -15,7 +15,12 @@ from rl_megatron.config.loss import DPOLossConfig, GRPOLossConfig
 from rl_megatron.config.model import ModelConfig, ReferenceConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ClusterConfig, ParallelConfig
-from rl_megatron.config.rewards import RewardConfig, RewardList, reward_problems
+from rl_megatron.config.rewards import (
+    RewardConfig,
+    RewardList,
+    reward_label,
+    reward_problems,
+)
 from rl_megatron.config.rollout import RolloutConfig
 from rl_megatron.config.train import GRPOTrainConfig, StepTrainConfig
 
@@ -300,7 +305,7 @@ class GRPORun(RunBase):
 
     def _algorithm_problems(self) -> Iterator[Problem]:
         estimator = self.algorithm.adv_estimator
-        if self.rollout.group_size == 1:
+        if self.rollout.group_size == 1 and estimator != "reinforce_plus_plus":
             yield Problem(
                 "rollout.group_size",
                 1,
@@ -314,6 +319,16 @@ class GRPORun(RunBase):
                 True,
                 "loss.use_kl_loss is true too, and the KL would count twice; set one to false",
                 others=("loss.use_kl_loss",),
+            )
+        dynamic = self.rollout.dynamic_sampling
+        labels = [reward_label(reward) for reward in self.rewards]
+        if dynamic is not None and dynamic.reward not in (None, *labels):
+            yield Problem(
+                "rollout.dynamic_sampling.reward",
+                dynamic.reward,
+                f"is not a reward of this run; take one of {', '.join(labels)}, or null for their "
+                "sum",
+                others=("rewards",),
             )
         engine = {"megatron": "megatron", "torch": "hf"}[self.backend]
         if self.rollout.engine != engine:

@@ -8,10 +8,12 @@ over its valid pairs. Log-probs, entropies and KL divergences are in nats.
 LOSS_TOTAL = "loss/total"
 LOSS_POLICY = "loss/policy"
 LOSS_KL = "loss/kl"
+LOSS_ENTROPY = "loss/entropy"
 LOSS_DPO = "loss/dpo"
 LOSS_NLL = "loss/nll"
 
-# The policy now against the policy at the start of the step, per token.
+# The policy now against the policy at the start of the step, per token. The ratio is the one that
+# the loss is made of: in mode gspo that of the whole response, on each of its tokens.
 POLICY_CLIP_FRACTION_LOW = "policy/clip_fraction_low"
 POLICY_CLIP_FRACTION_HIGH = "policy/clip_fraction_high"
 POLICY_CLIP_FRACTION_DUAL = "policy/clip_fraction_dual"
@@ -24,6 +26,13 @@ POLICY_KL_TO_REFERENCE = "policy/kl_to_reference"
 # The engine's log-probs against the trainer's, of the same weights.
 ROLLOUT_MISMATCH_KL = "rollout/mismatch_kl"
 ROLLOUT_MISMATCH_MAX_ABS = "rollout/mismatch_max_abs"
+
+# Weights that make up for it, before any bound; over tokens or, at level sequence, over responses.
+# Share of them that is bounded or masked, and (sum w)^2 / (n * sum w^2) of what is then used.
+ROLLOUT_IS_MEAN = "rollout/is_weight_mean"
+ROLLOUT_IS_MAX = "rollout/is_weight_max"
+ROLLOUT_IS_BOUNDED = "rollout/is_bounded_fraction"
+ROLLOUT_IS_EFFECTIVE = "rollout/is_effective_sample_fraction"
 
 # Implicit rewards and sequence log-probs of DPO, per pair, under TRL's names.
 REWARDS_CHOSEN = "rewards/chosen"
@@ -48,6 +57,15 @@ ROLLOUT_RESPONSE_TOKENS = "rollout/response_tokens_mean"
 ROLLOUT_TRUNCATED = "rollout/truncated_fraction"
 ROLLOUT_UNSCORED = "rollout/unscored"
 ROLLOUT_ZERO_VARIANCE = "rollout/zero_variance_fraction"
+
+# Responses that are not trained on because they were cut.
+ROLLOUT_MASKED = "rollout/masked_responses"
+
+# Dynamic sampling: how often further prompts were drawn, groups that were replaced, and the mean
+# reward of all that was sampled, replaced groups included.
+ROLLOUT_REFILLS = "rollout/refills"
+ROLLOUT_REPLACED = "rollout/replaced_groups"
+ROLLOUT_DRAWN_REWARD = "rollout/drawn_reward_mean"
 
 # The optimizer. `skipped` is 1 where no token of the mini-batch counted and no update was made.
 OPTIMIZER_GRAD_NORM = "optimizer/grad_norm"

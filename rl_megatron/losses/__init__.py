@@ -5,6 +5,7 @@ from rl_megatron.losses.dpo import dpo_objective
 from rl_megatron.losses.grpo import grpo_objective
 from rl_megatron.losses.kl import KLController, KLEstimator, kl_penalised_rewards, sequence_kl
 from rl_megatron.losses.mismatch import rollout_mismatch
+from rl_megatron.losses.rollout_is import correct_for_rollout
 from rl_megatron.losses.sft import sft_objective
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "KLController",
     "KLEstimator",
     "aggregation_weights",
+    "correct_for_rollout",
     "dpo_objective",
     "grpo_objective",
     "kl_penalised_rewards",

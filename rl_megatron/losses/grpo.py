@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from rl_megatron.errors import ConfigError
@@ -13,59 +11,23 @@ from rl_megatron.interfaces import metric_names as names
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import LossOutput, ModelOutput, Objective, Totals
 from rl_megatron.losses.aggregate import aggregation_weights
-from rl_megatron.losses.kl import KL_ESTIMATORS, MAX_LOG_RATIO, KLEstimator, k3
+from rl_megatron.losses.kl import KL_ESTIMATORS, KLEstimator, k3
+from rl_megatron.losses.policy import (
+    PolicyLoss,
+    clipped_ratio_loss,
+    clipped_weight_loss,
+    sequence_ratio,
+    token_ratio,
+)
 from rl_megatron.losses.sums import counted_tokens, counted_values, masked_sum, zero_outside
 
-
-class PolicyLoss(NamedTuple):
-    """Per-token policy loss and where it was clipped (there its gradient is exactly 0).
-
-    Attributes:
-        loss: The loss of each token.
-        ratio: exp(logprobs - old_logprobs), before any clipping.
-        clipped_low: A < 0 and the ratio below 1 - clip_ratio_low.
-        clipped_high: A > 0 and the ratio above 1 + clip_ratio_high.
-        clipped_dual: A < 0 and the ratio above clip_ratio_c.
-    """
-
-    loss: Float[Tensor, " T"]
-    ratio: Float[Tensor, " T"]
-    clipped_low: Bool[Tensor, " T"]
-    clipped_high: Bool[Tensor, " T"]
-    clipped_dual: Bool[Tensor, " T"]
-
-
-def policy_loss(
-    logprobs: Float[Tensor, " T"],
-    old_logprobs: Float[Tensor, " T"],
-    advantages: Float[Tensor, " T"],
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float | None,
-) -> PolicyLoss:
-    """max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)), and at most -A * c where A < 0.
-
-    PPO (arXiv 1707.06347, eq. 7) with unequal bounds (DAPO, arXiv 2503.14476, eq. 10) and dual
-    clip (arXiv 1912.09729, eq. 5; None = off). Written as -A times a bounded ratio, which is the
-    same and leaves no ties between branches that would halve a gradient. The log-ratio is clamped
-    to [-20, 20] so that exp stays finite; outside the gradient is 0.
-    """
-    log_ratio = (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    clipped_low = (advantages < 0) & (ratio < 1 - clip_ratio_low)
-    clipped_high = (advantages > 0) & (ratio > 1 + clip_ratio_high)
-    clipped_dual = torch.zeros_like(clipped_low)
-    bounded = torch.where(clipped_low, 1 - clip_ratio_low, ratio)
-    bounded = torch.where(clipped_high, 1 + clip_ratio_high, bounded)
-    if clip_ratio_c is not None:
-        clipped_dual = (advantages < 0) & (ratio > clip_ratio_c)
-        bounded = torch.where(clipped_dual, clip_ratio_c, bounded)
-    return PolicyLoss(-advantages * bounded, ratio, clipped_low, clipped_high, clipped_dual)
+LOSS_MODES = ("vanilla", "gspo", "cispo")
 
 
 def grpo_objective(
     *,
     max_response_tokens: int,
+    loss_mode: str = "vanilla",
     loss_agg_mode: str = "token-mean",
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
@@ -74,15 +36,27 @@ def grpo_objective(
     kl_loss_coef: float = 0.001,
     kl_loss_type: KLEstimator = "k3",
     allow_k1_loss: bool = False,
+    entropy_coef: float = 0.0,
 ) -> Objective:
-    """The objective loss/policy + kl_loss_coef * loss/kl; other metrics are per token.
+    """The objective loss/policy + kl_loss_coef * loss/kl - entropy_coef * loss/entropy.
+
+    All three are aggregated alike; other metrics are per token. The policy loss is, by `loss_mode`:
+
+    - vanilla: each token's ratio, clipped (PPO, GRPO, DAPO)
+    - gspo: the ratio of the whole response, clipped. It is on each of its tokens, so that
+      seq-mean-token-mean is the paper's mean over responses
+    - cispo: log-probs weighted by each token's clipped ratio; clip_ratio_c has no effect
 
     The batch needs advantages and old_logprobs, and ref_logprobs if use_kl_loss; where it has
-    ref_logprobs, the KL to the reference (k3) is a metric.
+    ref_logprobs, the KL to the reference (k3) is a metric. Sequences of a micro-batch are whole.
 
     Raises:
-        ConfigError: k1 is to be a loss, whose expected gradient is zero, without allow_k1_loss.
+        ConfigError: The mode is unknown, or k1 is to be a loss, whose expected gradient is zero,
+            without allow_k1_loss.
     """
+    if loss_mode not in LOSS_MODES:
+        known = ", ".join(LOSS_MODES)
+        raise ConfigError(f"loss.loss_mode: {loss_mode!r} is unknown; use one of {known}")
     if use_kl_loss and kl_loss_type == "k1" and not allow_k1_loss:
         raise ConfigError(
             "loss.kl_loss_type: 'k1' as a loss has an expected gradient of zero, so it would not "
@@ -97,15 +71,11 @@ def grpo_objective(
         return batch.with_fields(loss_weights=weights)
 
     def loss(output: ModelOutput, batch: PackedBatch, totals: Totals) -> LossOutput:
-        logprobs = zero_outside(counted_tokens(batch), output.logprobs)
+        counted = counted_tokens(batch)
         weights = counted_values(batch, "loss_weights")
-        policy = policy_loss(
-            logprobs,
-            counted_values(batch, "old_logprobs"),
-            counted_values(batch, "advantages"),
-            clip_ratio_low,
-            clip_ratio_high,
-            clip_ratio_c,
+        logprobs = zero_outside(counted, output.logprobs)
+        policy = _policy_loss(
+            loss_mode, logprobs, batch, clip_ratio_low, clip_ratio_high, clip_ratio_c
         )
         loss = masked_sum(policy.loss, weights)
         metrics = {names.LOSS_POLICY: loss} | _policy_metrics(policy, output, batch, totals)
@@ -114,8 +84,12 @@ def grpo_objective(
             kl = masked_sum(KL_ESTIMATORS[kl_loss_type](r), weights)
             loss = loss + kl_loss_coef * kl
             metrics[names.LOSS_KL] = kl
+        if entropy_coef:
+            entropy = masked_sum(output.entropy, weights)
+            loss = loss - entropy_coef * entropy
+            metrics[names.LOSS_ENTROPY] = entropy
         # Ratios are positive, so 0 is the maximum over no token at all.
-        ratios = zero_outside(counted_tokens(batch), policy.ratio.detach())
+        ratios = zero_outside(counted, policy.ratio.detach())
         ratio_max = torch.cat([ratios, ratios.new_zeros(1)]).max()
         return LossOutput(
             loss=loss,
@@ -124,6 +98,25 @@ def grpo_objective(
         )
 
     return Objective(name="grpo", weigh=weigh, loss=loss)
+
+
+def _policy_loss(
+    loss_mode: str,
+    logprobs: Float[Tensor, " T"],
+    batch: PackedBatch,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float | None,
+) -> PolicyLoss:
+    old_logprobs = counted_values(batch, "old_logprobs")
+    advantages = counted_values(batch, "advantages")
+    if loss_mode == "gspo":
+        ratio = sequence_ratio(logprobs, old_logprobs, counted_tokens(batch), batch.cu_seqlens)
+    else:
+        ratio = token_ratio(logprobs, old_logprobs)
+    if loss_mode == "cispo":
+        return clipped_weight_loss(logprobs, ratio, advantages, clip_ratio_low, clip_ratio_high)
+    return clipped_ratio_loss(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
 
 def _policy_metrics(

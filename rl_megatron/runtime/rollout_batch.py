@@ -6,22 +6,37 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from rl_megatron.advantages import Advantages
 from rl_megatron.errors import RLMegatronError, RolloutError
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.records import Rollout
+from rl_megatron.losses.sums import segment_sum
 from rl_megatron.parallel.process import Process
 from rl_megatron.runtime.score import NamedReward, Scores, score
 
 
-def rollout_seed(seed: int, number: int) -> int:
-    """The seed of all sampling of rollout batch `number` of a run."""
-    return int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0])
+def rollout_seed(seed: int, number: int, refill: int = 0) -> int:
+    """The seed of all sampling of rollout batch `number` of a run.
+
+    Refills have seeds of their own: a row that comes again in one must not answer the same.
+    """
+    key = (seed, number, refill) if refill else (seed, number)
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
 
 def score_together(
+    rollouts: Sequence[Rollout], rewards: Sequence[NamedReward], process: Process
+) -> Scores:
+    """As `gather_scores`, of which at least one rollout must be scored."""
+    scores = gather_scores(rollouts, rewards, process)
+    require_scores(scores)
+    return scores
+
+
+def gather_scores(
     rollouts: Sequence[Rollout], rewards: Sequence[NamedReward], process: Process
 ) -> Scores:
     """The scores of all rollouts, each computed by one rank and told to the others.
@@ -30,7 +45,7 @@ def score_together(
     could differ, and ranks that disagree about an advantage train different models.
 
     Raises:
-        RolloutError: A reward is no number, or not one rollout could be scored.
+        RolloutError: A reward is no number.
     """
     mine = rollouts[process.rank :: process.layout.world_size]
     result: Scores | RLMegatronError
@@ -43,19 +58,23 @@ def score_together(
         if isinstance(share, RLMegatronError):
             raise share
         shares.append(share)
-    scores = Scores(
+    return Scores(
         rewards=_interleave([share.rewards for share in shares], len(rollouts)),
         by_name={
             name: _interleave([share.by_name[name] for share in shares], len(rollouts))
             for name in shares[0].by_name
         },
     )
-    if rollouts and scores.num_unscored == len(rollouts):
+
+
+def require_scores(scores: Scores) -> None:
+    """Raise RolloutError if there are rollouts and not one could be scored."""
+    if scores.rewards and scores.num_unscored == len(scores.rewards):
         raise RolloutError(
-            f"rewards: {', '.join(scores.by_name)} gave None for all {len(rollouts)} responses, so "
-            "there is nothing to learn from; return a number where a response can be scored"
+            f"rewards: {', '.join(scores.by_name)} gave None for all {len(scores.rewards)} "
+            "responses, so there is nothing to learn from; return a number where a response can "
+            "be scored"
         )
-    return scores
 
 
 def _interleave(shares: Sequence[Sequence[float | None]], total: int) -> tuple[float | None, ...]:
@@ -71,6 +90,25 @@ def group_ids(rollouts: Sequence[Rollout], group_size: int) -> list[int]:
     identities = [(r.prompt.row_id, r.sample_index // group_size) for r in rollouts]
     number = {identity: index for index, identity in enumerate(dict.fromkeys(identities))}
     return [number[identity] for identity in identities]
+
+
+def mask_truncated(
+    batch: PackedBatch, rollouts: Sequence[Rollout], masked: bool
+) -> tuple[PackedBatch, dict[str, float]]:
+    """The batch, if `masked` without the tokens of responses that were cut, and how many are gone.
+
+    Overlong filtering of DAPO (arXiv 2503.14476, section 3.4): how a response would have gone on is
+    not known, so neither is whether it deserved its reward.
+    """
+    assert len(rollouts) == batch.num_sequences, "one rollout per sequence"
+    cut = torch.tensor([masked and r.finish_reason == "length" for r in rollouts], dtype=torch.bool)
+    mask = batch.response_mask & ~cut[batch.segment_ids]
+    return batch.with_fields(response_mask=mask), {names.ROLLOUT_MASKED: float(cut.sum())}
+
+
+def num_response_tokens(batch: PackedBatch) -> list[int]:
+    """Tokens of each sequence that are trained on."""
+    return [int(n) for n in segment_sum(batch.response_mask, batch.cu_seqlens)]
 
 
 def mini_batches(batch: PackedBatch, size: int, key: Sequence[int]) -> Iterator[PackedBatch]:

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rl_megatron.config.rewards import PythonConfig, RewardConfig
+from rl_megatron.config.rewards import RewardConfig, reward_label
 from rl_megatron.errors import RolloutError
 from rl_megatron.interfaces.records import Rollout
 from rl_megatron.rewards import BatchReward, build_reward
@@ -66,14 +66,9 @@ def build_rewards(
         ConfigError: A function that does not exist, or an over-long buffer that does not fit.
     """
     return tuple(
-        NamedReward(_name(config), config.weight, build_reward(config, max_response_tokens))
+        NamedReward(reward_label(config), config.weight, build_reward(config, max_response_tokens))
         for config in configs
     )
-
-
-def _name(config: RewardConfig) -> str:
-    """What a reward is recorded as; a run with two of one name is refused with its config."""
-    return config.path.rpartition(":")[2] if isinstance(config, PythonConfig) else config.name
 
 
 def score(rollouts: Sequence[Rollout], rewards: Sequence[NamedReward]) -> Scores:

@@ -45,11 +45,12 @@ def random_masks(seed: int, num_sequences: int, empty: Sequence[int] = ()) -> li
 
 @dataclass
 class Outcome:
-    """What a mini-batch came to: sums (or maxima) over its micro-batches, and the gradient."""
+    """What a mini-batch came to: sums (or maxima) over its micro-batches, and the gradients."""
 
     loss: float
     metrics: dict[str, float]
     gradient: Tensor
+    entropy_gradient: Tensor | None
 
 
 def run_objective(
@@ -63,7 +64,8 @@ def run_objective(
     batch = objective.weigh(batch)
     counts = totals(batch)
     leaf = logprobs.detach().clone().requires_grad_()
-    entropy = torch.zeros_like(logprobs) if entropy is None else entropy
+    entropy = torch.zeros_like(logprobs) if entropy is None else entropy.detach().clone()
+    entropy.requires_grad_()
     loss, metrics = 0.0, {}
     for part in [range(batch.num_sequences)] if parts is None else parts:
         index = batch.token_index(part)
@@ -78,4 +80,4 @@ def run_objective(
         for name, value in output.maxima.items():
             metrics[name] = max(metrics.get(name, float("-inf")), float(value))
     assert leaf.grad is not None
-    return Outcome(loss, metrics, leaf.grad)
+    return Outcome(loss, metrics, leaf.grad, entropy.grad)

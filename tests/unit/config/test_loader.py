@@ -83,7 +83,7 @@ steps: 10
         "  algorithm.kl_ctrl.target_kl: is required; set it: The KL of a response, summed over "
         "its tokens, that is aimed at, in nats.",
         "  algorithm.group_size = 3 (run.yaml:14): unknown key; did you mean 'rollout.group_size'?",
-        "  loss.clip_ratio_low = 2 (run.yaml:16): must be below 1.0; without this key it is 0.2",
+        "  loss.clip_ratio_low = 2 (run.yaml:16): must be at most 1.0; without this key it is 0.2",
         "  loss.use_kl_loss = 'yes' (run.yaml:17): must be true or false; without this key it is "
         "false",
         "  loss.clip_ratio_hgh = 0.3 (run.yaml:20): unknown key; did you mean 'clip_ratio_high'?",

@@ -135,7 +135,7 @@ GRPO_COMPLAINTS = {
     ),
     "a loss mode that is not offered": (
         {"loss__loss_mode": "ppo"},
-        "loss.loss_mode = 'ppo': must be one of vanilla, gspo, cispo; did you mean 'gspo'?",
+        "loss.loss_mode = 'ppo': must be one of vanilla, gspo, cispo",
     ),
     "an entropy bonus of the other sign": (
         {"loss__entropy_coef": -0.01},

@@ -7,7 +7,7 @@ import torch
 from rl_megatron.config.loss import GRPOLossConfig
 from rl_megatron.errors import ConfigError
 from rl_megatron.losses.aggregate import LOSS_AGG_MODES
-from rl_megatron.losses.grpo import grpo_objective, policy_loss
+from rl_megatron.losses.grpo import LOSS_MODES, grpo_objective
 from tests.helpers.packed import packed, random_masks, run_objective
 
 SPLITS = [
@@ -67,58 +67,6 @@ def oracle(batch, logprobs, entropy, low, high, c, kl_coef):
     return {name: value / num for name, value in sums.items()}, gradient
 
 
-@pytest.mark.parametrize(
-    ("advantage", "ratio", "expected", "expected_without_dual", "gradient_is_zero"),
-    [
-        (1, 1.5, -1.28, -1.28, True),
-        (1, 0.5, -0.5, -0.5, False),
-        (-1, 1.5, 1.5, 1.5, False),
-        (-1, 0.5, 0.8, 0.8, True),
-        (-1, 5, 3.0, 5.0, True),
-        (1, 5, -1.28, -1.28, True),
-    ],
-)
-def test_grpo_09_clip_table(advantage, ratio, expected, expected_without_dual, gradient_is_zero):
-    for c, value in ((3.0, expected), (None, expected_without_dual)):
-        logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-        old = torch.zeros(1, dtype=torch.float64)
-        advantages = torch.tensor([float(advantage)], dtype=torch.float64)
-        result = policy_loss(logprobs, old, advantages, 0.2, 0.28, c)
-        result.loss.sum().backward()
-        assert result.loss.item() == pytest.approx(value)
-        zero = gradient_is_zero and not (advantage < 0 and ratio == 5 and c is None)
-        assert logprobs.grad.item() == (0.0 if zero else pytest.approx(-advantage * ratio))
-
-
-def test_clip_indicators_tell_the_three_kinds_apart():
-    ratios = torch.tensor([1.5, 0.5, 1.5, 0.5, 5.0, 5.0], dtype=torch.float64)
-    advantages = torch.tensor([1.0, 1, -1, -1, -1, 1], dtype=torch.float64)
-    result = policy_loss(ratios.log(), torch.zeros_like(ratios), advantages, 0.2, 0.28, 3.0)
-    assert result.clipped_low.tolist() == [False, False, False, True, False, False]
-    assert result.clipped_high.tolist() == [True, False, False, False, False, True]
-    assert result.clipped_dual.tolist() == [False, False, False, False, True, False]
-
-
-def test_whole_gradient_where_the_ratio_is_one():
-    logprobs = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor([2.0, -3.0], dtype=torch.float64)
-    policy_loss(logprobs, torch.zeros(2, dtype=torch.float64), advantages, 0.2, 0.2, 3.0)[
-        0
-    ].sum().backward()
-    assert logprobs.grad.tolist() == [-2.0, 3.0]
-
-
-@pytest.mark.parametrize("log_ratio", [25.0, -25.0, 1e4, -1e4])
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_extreme_log_ratio_is_finite_without_gradient(log_ratio, advantage):
-    logprobs = torch.tensor([log_ratio], requires_grad=True)
-    result = policy_loss(logprobs, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.2, None)
-    result.loss.sum().backward()
-    assert result.ratio.item() == pytest.approx(math.exp(math.copysign(20, log_ratio)))
-    assert math.isfinite(result.loss.item())
-    assert logprobs.grad.item() == 0.0
-
-
 def test_loss_metrics_and_gradient_against_plain_python():
     batch, logprobs, entropy = random_batch(empty=(2,))
     objective = grpo_objective(
@@ -150,18 +98,144 @@ def test_loss_metrics_and_gradient_against_plain_python():
     }
 
 
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("empty", [(), (1, 4)])
-def test_same_numbers_however_the_mini_batch_is_split(mode, empty):
+def test_same_numbers_however_the_mini_batch_is_split(mode, empty, loss_mode):
     batch, logprobs, entropy = random_batch(seed=5, empty=empty)
     objective = grpo_objective(
-        max_response_tokens=9, loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1
+        max_response_tokens=9,
+        loss_mode=loss_mode,
+        loss_agg_mode=mode,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        entropy_coef=0.3,
     )
     whole, *others = (run_objective(objective, batch, logprobs, s, entropy) for s in SPLITS)
     for other in others:
         assert other.loss == pytest.approx(whole.loss, rel=1e-12)
         assert other.metrics == pytest.approx(whole.metrics, rel=1e-12)
         assert torch.equal(other.gradient, whole.gradient)
+        assert torch.equal(other.entropy_gradient, whole.entropy_gradient)
+
+
+def sequences_of(batch):
+    """The counted tokens of each sequence that has any."""
+    bounds, mask = batch.cu_seqlens.tolist(), batch.response_mask.tolist()
+    spans = (range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+    return [tokens for span in spans if (tokens := [t for t in span if mask[t]])]
+
+
+def test_gspo_against_plain_python():
+    batch, logprobs, _ = random_batch(seed=2, empty=(3,))
+    # One advantage per response, as GRPO gives it.
+    per_sequence = torch.tensor([1.5, -0.5, -2.0, 9.0, 0.75, -1.0])
+    batch = batch.with_fields(advantages=per_sequence[batch.segment_ids])
+    sequences = sequences_of(batch)
+    loss, gradient, low, high = 0.0, [0.0] * batch.num_tokens, 0, 0
+    for tokens in sequences:
+        advantage = float(batch.advantages[tokens[0]])
+        log_ratios = [float(logprobs[t]) - float(batch.old_logprobs[t]) for t in tokens]
+        ratio = math.exp(sum(log_ratios) / len(tokens))
+        clipped = min(max(ratio, 0.9), 1.15)
+        loss -= min(ratio * advantage, clipped * advantage) / len(sequences)
+        if ratio * advantage <= clipped * advantage:
+            for t in tokens:
+                gradient[t] = -advantage * ratio / len(tokens) / len(sequences)
+        low += len(tokens) * (ratio < 0.9 and advantage < 0)
+        high += len(tokens) * (ratio > 1.15 and advantage > 0)
+    objective = grpo_objective(
+        max_response_tokens=8,
+        loss_mode="gspo",
+        loss_agg_mode="seq-mean-token-mean",
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.15,
+        clip_ratio_c=None,
+    )
+    outcome = run_objective(objective, batch, logprobs)
+    num_tokens = sum(map(len, sequences))
+    assert low and high and any(gradient)
+    assert outcome.loss == pytest.approx(loss, rel=1e-6)
+    assert outcome.gradient.tolist() == pytest.approx(gradient, rel=1e-5, abs=1e-9)
+    assert outcome.metrics["policy/clip_fraction_low"] == pytest.approx(low / num_tokens)
+    assert outcome.metrics["policy/clip_fraction_high"] == pytest.approx(high / num_tokens)
+
+
+def test_gspo_by_hand():
+    # Two responses, ratios exp(0.3) and exp(-0.1) of advantages 1 and -2, no clipping in reach.
+    batch = packed(
+        [[0, 1, 1, 1], [0, 1]], old_logprobs=[0.0] * 6, advantages=[1.0] * 4 + [-2.0] * 2
+    )
+    objective = grpo_objective(
+        max_response_tokens=8,
+        loss_mode="gspo",
+        loss_agg_mode="seq-mean-token-mean",
+        clip_ratio_low=0.5,
+        clip_ratio_high=0.5,
+    )
+    outcome = run_objective(objective, batch, torch.tensor([5.0, 0.9, -0.3, 0.3, 5.0, -0.1]))
+    assert outcome.loss == pytest.approx((-1.349859 + 2 * 0.904837) / 2, abs=1e-6)
+    first, second = -1.349859 / 6, 0.904837
+    expected = [0, first, first, first, 0, second]
+    assert outcome.gradient.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_cispo_against_plain_python():
+    batch, logprobs, _ = random_batch(seed=3, empty=(0,))
+    counted = [t for tokens in sequences_of(batch) for t in tokens]
+    loss, gradient, low, high = 0.0, [0.0] * batch.num_tokens, 0, 0
+    for t in counted:
+        ratio = math.exp(float(logprobs[t]) - float(batch.old_logprobs[t]))
+        weight = min(max(ratio, 0.6), 1.5)
+        gradient[t] = -weight * float(batch.advantages[t]) / len(counted)
+        loss += gradient[t] * float(logprobs[t])
+        low, high = low + (ratio < 0.6), high + (ratio > 1.5)
+    objective = grpo_objective(
+        max_response_tokens=8, loss_mode="cispo", clip_ratio_low=0.4, clip_ratio_high=0.5
+    )
+    outcome = run_objective(objective, batch, logprobs)
+    assert low and high
+    assert outcome.loss == pytest.approx(loss, rel=1e-6)
+    assert outcome.gradient.tolist() == pytest.approx(gradient, rel=1e-5, abs=1e-9)
+    assert outcome.metrics["policy/clip_fraction_low"] == pytest.approx(low / len(counted))
+    assert outcome.metrics["policy/clip_fraction_high"] == pytest.approx(high / len(counted))
+    assert outcome.metrics["policy/clip_fraction_dual"] == 0
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_entropy_bonus_is_weighed_as_the_policy_loss(mode):
+    batch, logprobs, entropy = random_batch(seed=6, empty=(5,))
+    plain, bonus = (
+        grpo_objective(max_response_tokens=8, loss_agg_mode=mode, entropy_coef=coef)
+        for coef in (0.0, 0.25)
+    )
+    without = run_objective(plain, batch, logprobs, entropy=entropy)
+    outcome = run_objective(bonus, batch, logprobs, entropy=entropy)
+    weights = plain.weigh(batch).loss_weights
+    expected = float((weights.double() * entropy.double()).sum())
+    assert outcome.metrics["loss/entropy"] == pytest.approx(expected, rel=1e-6)
+    assert outcome.loss == pytest.approx(without.loss - 0.25 * expected, rel=1e-9)
+    assert torch.allclose(outcome.entropy_gradient, -0.25 * weights)
+    assert torch.equal(outcome.gradient, without.gradient)
+    assert without.entropy_gradient is None and "loss/entropy" not in without.metrics
+
+
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_all_modes_agree_at_ratio_1_in_gradient(loss_mode):
+    batch, logprobs, _ = random_batch()
+    batch = batch.with_fields(
+        old_logprobs=logprobs, advantages=torch.linspace(-1, 1, 6)[batch.segment_ids]
+    )
+    objective = grpo_objective(max_response_tokens=8, loss_mode=loss_mode)
+    outcome = run_objective(objective, batch, logprobs)
+    num_tokens = batch.response_mask.sum()
+    expected = torch.where(batch.response_mask, -batch.advantages / num_tokens, 0.0)
+    assert torch.allclose(outcome.gradient, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_unknown_mode_is_refused():
+    with pytest.raises(ConfigError, match=r"loss_mode: 'ppo'.*vanilla, gspo, cispo"):
+        grpo_objective(max_response_tokens=8, loss_mode="ppo")
 
 
 def test_grpo_08_micro_batch_without_a_valid_token():
@@ -178,9 +252,10 @@ def test_grpo_08_micro_batch_without_a_valid_token():
     assert outcome.metrics["policy/ratio_mean"] == 1.0
 
 
-def test_grpo_08_whole_batch_without_a_valid_token():
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_grpo_08_whole_batch_without_a_valid_token(loss_mode):
     batch = packed([[0, 0], [0, 0]], old_logprobs=[0.0] * 4, advantages=[1.0] * 4)
-    objective = grpo_objective(max_response_tokens=8)
+    objective = grpo_objective(max_response_tokens=8, loss_mode=loss_mode, entropy_coef=0.1)
     outcome = run_objective(objective, batch, torch.full((4,), math.nan), [[0], [1]])
     assert outcome.loss == 0.0
     assert outcome.gradient.tolist() == [0.0] * 4
@@ -189,10 +264,16 @@ def test_grpo_08_whole_batch_without_a_valid_token():
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("kl_loss_type", ["k1", "k2", "k3"])
-def test_grpo_08_what_is_under_mask_0_changes_no_bit(garbage, kl_loss_type):
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_grpo_08_what_is_under_mask_0_changes_no_bit(garbage, kl_loss_type, loss_mode):
     batch, logprobs, entropy = random_batch(seed=8, empty=(3,))
     objective = grpo_objective(
-        max_response_tokens=8, use_kl_loss=True, kl_loss_type=kl_loss_type, allow_k1_loss=True
+        max_response_tokens=8,
+        loss_mode=loss_mode,
+        use_kl_loss=True,
+        kl_loss_type=kl_loss_type,
+        allow_k1_loss=True,
+        entropy_coef=0.1,
     )
     outside = ~batch.response_mask
 
@@ -209,13 +290,16 @@ def test_grpo_08_what_is_under_mask_0_changes_no_bit(garbage, kl_loss_type):
     assert dirty.loss == clean.loss
     assert dirty.metrics == clean.metrics
     assert torch.equal(dirty.gradient, clean.gradient)
-    assert not clean.gradient[outside].any()
+    assert torch.equal(dirty.entropy_gradient, clean.entropy_gradient)
+    assert not clean.gradient[outside].any() and not clean.entropy_gradient[outside].any()
 
 
-def test_garbage_in_a_valid_token_is_not_hidden():
+@pytest.mark.parametrize("loss_mode", LOSS_MODES)
+def test_garbage_in_a_valid_token_is_not_hidden(loss_mode):
     batch, logprobs, _ = random_batch()
     logprobs[batch.response_mask.nonzero()[0]] = math.nan
-    outcome = run_objective(grpo_objective(max_response_tokens=8), batch, logprobs)
+    objective = grpo_objective(max_response_tokens=8, loss_mode=loss_mode)
+    outcome = run_objective(objective, batch, logprobs)
     assert math.isnan(outcome.loss)
 
 

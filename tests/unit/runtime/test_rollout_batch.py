@@ -14,8 +14,10 @@ from rl_megatron.parallel.process import Process
 from rl_megatron.rollout.requests import make_requests
 from rl_megatron.runtime.rollout_batch import (
     group_ids,
+    mask_truncated,
     mean_metrics,
     mini_batches,
+    num_response_tokens,
     rollout_metrics,
     rollout_seed,
     score_together,
@@ -163,3 +165,22 @@ def test_metrics_of_several_steps_are_means_and_maxima():
     steps = [{"loss/total": 1.0, "policy/ratio_max": 4.0}]
     steps.append({"loss/total": 3.0, "policy/ratio_max": 1.5})
     assert mean_metrics(steps) == {"loss/total": 2.0, "policy/ratio_max": 4.0}
+
+
+def test_cut_responses_are_masked_and_counted():
+    batch = packed([[0, 1, 1], [0, 1], [0, 1, 1]])
+    rollouts = [rollout(1, 0, 2), rollout(1, 1, 1, "length"), rollout(2, 0, 2, "length")]
+    same, metrics = mask_truncated(batch, rollouts, masked=False)
+    assert torch.equal(same.response_mask, batch.response_mask)
+    assert metrics == {names.ROLLOUT_MASKED: 0.0}
+    masked, metrics = mask_truncated(batch, rollouts, masked=True)
+    assert masked.response_mask.tolist() == [False, True, True] + [False] * 5
+    assert metrics == {names.ROLLOUT_MASKED: 2.0}
+    assert num_response_tokens(batch) == [2, 1, 2]
+    assert num_response_tokens(masked) == [2, 0, 0]
+
+
+def test_refills_have_seeds_of_their_own():
+    seeds = {rollout_seed(0, number, refill) for number in range(1, 9) for refill in range(9)}
+    assert len(seeds) == 72
+    assert rollout_seed(0, 1, 0) == rollout_seed(0, 1)
