@@ -53,9 +53,7 @@ def split_tokens(num_tokens: int, group: ProcessGroup) -> ContextSplit:
     return ContextSplit(group, by_rank[rank], order)
 
 
-def gather_keys(
-    local: Float[Tensor, "T_local *dims"], split: ContextSplit
-) -> Float[Tensor, "T *dims"]:
+def gather_keys(local: Float[Tensor, "T_local ..."], split: ContextSplit) -> Float[Tensor, "T ..."]:
     """All ranks' rows in packed order. Every rank uses all of them, so gradients are summed."""
     gathered: Tensor = _GatherKeys.apply(local, split)
     return gathered
