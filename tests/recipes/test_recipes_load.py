@@ -19,7 +19,8 @@ from rl_megatron.config import (
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RUN_CLASSES = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun}
-FILES = sorted(RECIPES.glob("*/*.yaml"))
+FILES = sorted(RECIPES.glob("**/*.yaml"))
+VARIANTS = sorted((RECIPES / "grpo/variants").glob("*.yaml"))
 
 # From the config.json of each model.
 MODEL_SHAPES = {
@@ -45,7 +46,7 @@ MODEL_SHAPES = {
 
 
 def load(path: Path):
-    return load_run(RUN_CLASSES[path.parent.name], path)
+    return load_run(RUN_CLASSES[path.relative_to(RECIPES).parts[0]], path)
 
 
 def name_of(path: Path) -> str:
@@ -96,10 +97,36 @@ def test_child_holds_only_differences(path):
 
     def repeated(child, parent, key):
         if isinstance(child, dict) and isinstance(parent, dict):
-            return [k for n in child for k in repeated(child[n], parent.get(n), f"{key}.{n}")]
+            absent = object()  # a child may set to null what its parent does not mention
+            return [
+                k for n in child for k in repeated(child[n], parent.get(n, absent), f"{key}.{n}")
+            ]
         return [key] if child == parent else []
 
     assert repeated(child, parent, path.name) == []
+
+
+def variant_rows():
+    """File name to the settings that the table of variants in grpo/README.md gives it."""
+    text = (RECIPES / "grpo/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]*\]\(variants/([\w-]+\.yaml)\) \|.*\| ([^|]*) \|$", text, re.M)
+    return {name: re.findall(r"`([^`]+)`", settings) for name, settings in rows}
+
+
+def test_variants_are_all_in_the_table():
+    assert list(variant_rows()) and sorted(variant_rows()) == [path.name for path in VARIANTS]
+
+
+@pytest.mark.parametrize("path", VARIANTS, ids=name_of)
+def test_variant_is_what_the_table_says(path):
+    run = yaml.safe_load(dump_run(load(path)))
+    assert run["name"] == f"quickstart-{path.stem}"
+    for setting in variant_rows()[path.name]:
+        key, _, value = setting.partition("=")
+        at = run
+        for part in key.split("."):
+            at = at[part]
+        assert at == yaml.safe_load(value or "null"), setting
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
