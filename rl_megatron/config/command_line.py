@@ -1,4 +1,4 @@
-"""The command line of every recipe: CONFIG.yaml key.path=value ... --print-config --help."""
+"""The command line of every recipe: CONFIG.yaml key.path=value ... and a few options."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def parse_parallel(settings: Sequence[str]) -> ParallelConfig:
 
 
 def _load(run_class: type[Run], arguments: list[str], options: set[str]) -> Run:
-    unknown = sorted(options - {"--print-config"})
+    unknown = sorted(options - {"--print-config", "--trace-shapes"})
     if unknown:
         raise ConfigError(
-            f"unknown option {unknown[0]}: there are --print-config and --help; "
+            f"unknown option {unknown[0]}: there are --print-config, --trace-shapes and --help; "
             "a setting is written key.path=value, without dashes"
         )
     words = [argument for argument in arguments if argument not in options]
@@ -77,7 +77,10 @@ def _load(run_class: type[Run], arguments: list[str], options: set[str]) -> Run:
     if len(files) != 1:
         given = f"{len(files)} files ({', '.join(files)})" if files else "no file"
         raise ConfigError(f"{given} given: name one CONFIG.yaml; --help says more")
-    return load_run(run_class, files[0], [word for word in words if word is not files[0]])
+    overrides = [word for word in words if word is not files[0]]
+    if "--trace-shapes" in options:
+        overrides.append("logging.trace_shapes=true")
+    return load_run(run_class, files[0], overrides)
 
 
 def _write_once(stream: TextIO, text: str) -> None:

@@ -36,6 +36,10 @@ class LoggingConfig(Strict):
     wandb_project: str | None = None
     """Send metrics to this Weights & Biases project; null: do not."""
 
+    trace_shapes: bool = False
+    """Log name, shape, dtype and layout of every tensor from data to gradient, once
+    (--trace-shapes)."""
+
     rollouts_per_step: NonNegativeInt = 4
     """Rollouts of each rollout batch that are written to `rollouts.jsonl`."""
 

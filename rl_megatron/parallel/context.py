@@ -55,7 +55,7 @@ def split_tokens(num_tokens: int, group: ProcessGroup) -> ContextSplit:
 
 def gather_keys(local: Float[Tensor, "T_local ..."], split: ContextSplit) -> Float[Tensor, "T ..."]:
     """All ranks' rows in packed order. Every rank uses all of them, so gradients are summed."""
-    gathered: Tensor = _GatherKeys.apply(local, split)
+    gathered: Tensor = _GatherKeys.apply(local, split)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -67,7 +67,7 @@ def gather_rows(
     Backward each rank keeps the gradient of its own columns: the sum over ranks, which follows for
     every parameter, then counts each of them once.
     """
-    gathered: Tensor = _GatherRows.apply(local, split)
+    gathered: Tensor = _GatherRows.apply(local, split)  # type: ignore[no-untyped-call]
     return gathered
 
 

@@ -25,6 +25,7 @@ from rl_megatron.metrics.curve import draw_curve
 from rl_megatron.metrics.progress import RunProgress
 from rl_megatron.metrics.rollouts import RolloutWriter
 from rl_megatron.metrics.timing import PhaseTimer, Span
+from rl_megatron.metrics.trace import start_trace, trace
 from rl_megatron.metrics.writer import METRICS_FILE, MetricsWriter
 from rl_megatron.parallel import process as processes
 from rl_megatron.parallel.process import Process
@@ -84,6 +85,8 @@ class Job:
         """
         process = start_process(run, processes.world_size_from_environment())
         _open_folder(run, process)
+        if run.logging.trace_shapes:
+            start_trace(process.rank)
         job = cls(run, process, title, shown)
         _log_header(run, process)
         yield job
@@ -134,6 +137,12 @@ class Job:
         self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[float | None]
     ) -> None:
         """Write a few rollouts, sampled at the start of step `step`."""
+        trace(
+            "rollout and score",
+            "all of the batch, on every rank",
+            rollouts=rollouts,
+            rewards=rewards,
+        )
         self._rollouts.write(step, rollouts, rewards)
 
     def is_due(self, interval: int) -> bool:

@@ -35,9 +35,12 @@ from rl_megatron.interfaces.metric_names import LOSS_TOTAL
 from rl_megatron.interfaces.objective import Objective, Totals
 from rl_megatron.interfaces.weights import WeightRule
 from rl_megatron.losses.aggregate import totals
+from rl_megatron.metrics.trace import trace
 from rl_megatron.models.gpt import PolicyModel
 from rl_megatron.parallel.inference import inference_mode
 from rl_megatron.parallel.process import Process
+
+_ON_HOST = "the whole mini-batch, on the host of every rank"
 
 LossShare = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]]
 
@@ -89,6 +92,7 @@ class MegatronBackend:
         """Log-prob of every response token of the whole batch; see `PolicyBackend`."""
         plan = self._plan(batch)
         self._set_mode(train=False)
+        trace("log-probs", _ON_HOST, batch=batch)
 
         def share(micro_batch: MicroBatch, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
             return rows.new_zeros(()), {"logprobs": micro_batch.output(rows).logprobs}
@@ -106,6 +110,7 @@ class MegatronBackend:
         assert self._optimizer is not None, "a frozen model has no optimizer"
         batch = objective.weigh(batch)
         counts = totals(batch)
+        trace("mini-batch", _ON_HOST, batch=batch, totals=counts)
         self._set_mode(train=True)
         for module in self._modules:
             module.zero_grad_buffer()
@@ -174,6 +179,13 @@ class MegatronBackend:
             micro_batch = next(data)
             context = micro_batch.context(self.chunks[0])
             rows = module(micro_batch.tokens, context, micro_batch.targets)
+            trace(
+                "micro-batch",
+                f"one data-parallel rank of {layout.describe()}",
+                micro_batch=micro_batch,
+                attention=context,
+                rows=rows,
+            )
             return rows, partial(_as_megatron_loss, share, micro_batch)
 
         schedule = get_forward_backward_func()
@@ -191,6 +203,7 @@ class MegatronBackend:
 
     def _step(self, metrics: dict[str, float], lr: float, skip: bool) -> dict[str, float]:
         """Update the weights unless the numbers are broken; the norm is the one before clipping."""
+        self._trace_gradients()
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
         check_finite(metrics, norm)
@@ -198,6 +211,12 @@ class MegatronBackend:
             apply_settings(self._optimizer, self._settings, lr)
             self._optimizer.step()
         return step_metrics(norm, lr, skip)
+
+    def _trace_gradients(self) -> None:
+        held = (item for chunk in self.chunks for item in chunk.named_parameters())
+        gradients = {name: getattr(value, "main_grad", None) for name, value in held}
+        where = f"this rank's shards, {self.process.layout.describe()}"
+        trace("gradient", where, main_grad=gradients)
 
     def _set_mode(self, train: bool) -> None:
         for module in self._modules:
@@ -219,6 +238,7 @@ def _loss_share(
     objective: Objective, counts: Totals, micro_batch: MicroBatch, rows: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
     output = objective.loss(micro_batch.output(rows), micro_batch.batch, counts)
+    trace("loss", "one micro-batch; shares add up", loss=output)
     # Rows nobody asked for are 0: the sum ties an empty micro-batch to the graph.
     loss = output.loss + rows[:, :0].sum()
     shares = {LOSS_TOTAL: output.loss.detach(), **output.metrics}

@@ -32,6 +32,7 @@ from rl_megatron.interfaces.metric_names import LOSS_TOTAL
 from rl_megatron.interfaces.objective import ModelOutput, Objective
 from rl_megatron.kernels.linear_logprob import linear_logprob
 from rl_megatron.losses.aggregate import totals
+from rl_megatron.metrics.trace import trace
 from rl_megatron.models.transformers_model import (
     load_transformers_model,
     named_weights,
@@ -89,6 +90,7 @@ class TorchBackend:
         assert self._optimizer is not None, "a frozen model has no optimizer"
         batch = objective.weigh(batch)
         counts = totals(batch)
+        trace("mini-batch", "the whole mini-batch, on the host", batch=batch, totals=counts)
         self._optimizer.zero_grad()
         outputs = []
         for _, micro_batch in self._micro_batches(batch):
