@@ -56,9 +56,9 @@ SPLITS = {
     "padded": MicroBatching(micro_batch_size=3, packed=False),
 }
 EVERY_STEP = [(objective, "2") for objective in OBJECTIVES] + [
-    (objective, split)
-    for objective in ("grpo-sequences", "dpo")
-    for split in ("1", "all", "budget", "padded")
+    ("grpo-sequences", "1"),
+    ("grpo-sequences", "all"),
+    ("dpo", "budget"),
 ]
 STEPS = {"qwen3-tied": EVERY_STEP, "qwen2": [("grpo-sequences", "2"), ("dpo", "1")]}
 NO_CLIPPING = OPTIMIZER.model_copy(update={"clip_grad": 0.0})
@@ -83,7 +83,7 @@ def batch_for(objective, folder):
 
 
 def two_steps(backend, batch, objective):
-    return [backend.train_step(batch, OBJECTIVES[objective], lr) for lr in (1e-3, 5e-4)]
+    return [backend.train_step(batch, OBJECTIVES[objective], lr) for lr in (3e-4, 3e-4)]
 
 
 def steps_job(layout, folder, batches, steps):
