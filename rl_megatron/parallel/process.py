@@ -148,6 +148,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
     assert layout.world_size == world_size, f"{layout} on {world_size} ranks"
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+        _destroy_subgroups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -168,6 +169,13 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
         data_group=parallel_state.get_data_parallel_group(),
         replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
+
+
+def _destroy_subgroups() -> None:
+    """End every group but the whole world. Megatron only forgets them, and each keeps its threads."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def stop() -> None:
