@@ -1,0 +1,112 @@
+"""One rank of tools/parity.py: takes a step for every row and case of this number of ranks.
+
+    torchrun --nproc-per-node 2 -m tools.parity_job FOLDER NAME_OF_A_ROW ...
+
+Reads FOLDER/model and FOLDER/batches.pt and writes FOLDER/<name of row>.pt.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rl_megatron import log
+from rl_megatron.config.optimizer import OptimizerConfig
+from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.models.families import read_shape, weight_rules
+from rl_megatron.parallel.process import Process, start_megatron, stop
+from tools.parity_cases import (
+    CASES,
+    LONELY_REFERENCE,
+    REFERENCE,
+    ROWS,
+    TEMPERATURE,
+    VOCAB_DIVISOR,
+    Case,
+    Row,
+    lonely,
+)
+
+if TYPE_CHECKING:
+    from rl_megatron.backends.megatron import MegatronBackend
+
+Result = tuple[dict[str, float], dict[str, Tensor]]
+"""Metrics of a step, and its gradient under Hugging Face names."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The rank."""
+    folder, names = Path(arguments[0]), arguments[1:]
+    log.silence_megatron_warnings()
+    torch.set_num_threads(1)
+    batches = torch.load(folder / "batches.pt", weights_only=False)
+    rows = [row for row in (REFERENCE, LONELY_REFERENCE, *ROWS) if row.name in names]
+    for layout, members in groupby(rows, key=lambda row: row.layout):
+        process = start_megatron(layout, seed=0)
+        backend = make_backend(folder / "model", process)
+        for row in members:
+            results = run_row(backend, row, CASES, batches)
+            if process.is_main:
+                torch.save(results, folder / f"{row.name}.pt")
+                print(f"parity: {row.name}", flush=True)
+        backend.close()
+    stop()
+
+
+def make_backend(folder: Path, process: Process) -> MegatronBackend:
+    """The model in the layout of the process, with an optimizer that leaves gradients as they are.
+
+    It neither clips nor, as the distributed one does, leaves each rank a part of the gradient.
+    """
+    from rl_megatron.backends.megatron import MegatronBackend
+    from rl_megatron.checkpoint.hf_load import load_hf_weights
+    from rl_megatron.models.gpt import build_model
+
+    shape = read_shape(folder)
+    rules = weight_rules(shape, VOCAB_DIVISOR)
+    chunks = build_model(shape, process, torch.float32, VOCAB_DIVISOR, TEMPERATURE)
+    load_hf_weights(chunks, rules, folder, process)
+    return MegatronBackend(
+        chunks,
+        rules,
+        process,
+        REFERENCE.micro_batching,
+        OptimizerConfig(clip_grad=0.0),
+        distributed_optimizer=False,
+    )
+
+
+def run_row(
+    backend: MegatronBackend, row: Row, cases: Sequence[Case], batches: dict[bool, PackedBatch]
+) -> dict[str, Result]:
+    """Result of one step by name of case; the weights stay as they are."""
+    backend.micro_batching = row.micro_batching
+    batches = lonely(batches) if row.lonely else batches
+    results = {}
+    for case in cases:
+        metrics = backend.train_step(case.batch(batches), case.objective, lr=0.0)
+        results[case.name] = metrics, gradients_of(backend)
+    return results
+
+
+@torch.no_grad()
+def gradients_of(backend: MegatronBackend) -> dict[str, Tensor]:
+    """The gradient of the last step, whole: for as long as it takes, weights are gradients."""
+    parameters = [p for chunk in backend.chunks for p in chunk.parameters()]
+    weights = [p.clone() for p in parameters]
+    for parameter in parameters:
+        parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+    gradients = {name: value.clone() for name, value in backend.named_weights()}
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)
+    return gradients
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
