@@ -10,10 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl_megatron.models.sequence import SequenceContext
+from rl_megatron.models.spans import VariableLength
 from rl_megatron.parallel.context import gather_keys
+
+# What the variable-length kernel computes in; it exists on a GPU only.
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -38,6 +43,8 @@ def packed_attention(
     Returns:
         [T_local, heads, head_dim].
     """
+    if context.variable_length is not None and query.dtype in _KERNEL_DTYPES:
+        return _variable_length_attention(query, key, value, context.variable_length, scale)
     parts = []
     for block in context.blocks:
         q = query[block.query].transpose(1, 2)
@@ -48,6 +55,25 @@ def packed_attention(
         )
         parts.append(output.transpose(1, 2)[block.real])
     return torch.cat(parts)[context.restore]
+
+
+def _variable_length_attention(
+    query: Tensor, key: Tensor, value: Tensor, spans: VariableLength, scale: float
+) -> Tensor:
+    """All spans in one call of torch's FlashAttention (Dao 2023)."""
+    output: Tensor = varlen_attn(
+        query[spans.query],
+        key[spans.key],
+        value[spans.key],
+        spans.cu_query,
+        spans.cu_key,
+        spans.max_query,
+        spans.max_key,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=True,
+    )
+    return output[spans.restore]
 
 
 def cached_attention(

@@ -13,7 +13,13 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rl_megatron.models.spans import Block, find_spans, make_blocks
+from rl_megatron.models.spans import (
+    Block,
+    VariableLength,
+    as_variable_length,
+    find_spans,
+    make_blocks,
+)
 from rl_megatron.parallel.context import ContextSplit
 
 
@@ -60,6 +66,7 @@ class SequenceContext(PackedSeqParams):
     Attributes:
         cos, sin: Rotary tables [T, head_dim] of every token, fp32.
         blocks, restore: See `make_blocks`; no blocks when a cache is decoded.
+        variable_length: The same for a kernel that takes all spans at once; on a GPU.
         split: How tokens lie on the context-parallel ranks; None where each holds all of them.
         cache: Key-value cache in generation, else None.
         rows, positions: [T] cache row and position of every token, with a cache.
@@ -69,6 +76,7 @@ class SequenceContext(PackedSeqParams):
     sin: Tensor = field(default_factory=lambda: torch.empty(0))
     blocks: list[Block] = field(default_factory=list)
     restore: Tensor | None = None
+    variable_length: VariableLength | None = None
     split: ContextSplit | None = None
     cache: KeyValueCache | None = None
     rows: Tensor | None = None
@@ -106,7 +114,8 @@ def packed_context(
     if split is not None:
         positions, pieces = positions[split.local], split.pieces
     cos, sin = rotary_tables(positions, inverse_frequencies)
-    blocks, restore = make_blocks(find_spans(bounds, pieces), device)
+    spans = find_spans(bounds, pieces)
+    blocks, restore = make_blocks(spans, device)
     on_device = cu_seqlens.to(device=device, dtype=torch.int32)
     return SequenceContext(
         qkv_format="thd",
@@ -118,6 +127,7 @@ def packed_context(
         sin=sin,
         blocks=blocks,
         restore=restore,
+        variable_length=as_variable_length(spans, device) if device.type == "cuda" else None,
         split=split,
     )
 

@@ -104,3 +104,44 @@ def make_blocks(spans: Sequence[Span], device: torch.device) -> tuple[list[Block
 
 def _places(first: list[int], width: int, real: Tensor) -> Tensor:
     return torch.where(real, torch.tensor(first)[:, None] + torch.arange(width)[None], 0)
+
+
+@dataclass(frozen=True)
+class VariableLength:
+    """The spans as one call of a variable-length kernel, whose causal mask ends with the keys.
+
+    Attributes:
+        query, key: Places of all spans' queries and keys, span after span.
+        cu_query, cu_key: Boundaries of the spans [N + 1], int32.
+        max_query, max_key: Longest span.
+        restore: Where each local token is among `query`.
+    """
+
+    query: Tensor
+    key: Tensor
+    cu_query: Tensor
+    cu_key: Tensor
+    max_query: int
+    max_key: int
+    restore: Tensor
+
+
+def as_variable_length(spans: Sequence[Span], device: torch.device) -> VariableLength:
+    """The spans for a variable-length kernel on `device`."""
+    queries = torch.tensor([span.size for span in spans])
+    keys = torch.tensor([span.offset + span.size for span in spans])
+    query = torch.cat([torch.arange(s.query, s.query + s.size) for s in spans])
+    key = torch.cat([torch.arange(s.key, s.key + s.offset + s.size) for s in spans])
+    return VariableLength(
+        query=query.to(device),
+        key=key.to(device),
+        cu_query=_boundaries(queries).to(device),
+        cu_key=_boundaries(keys).to(device),
+        max_query=int(queries.max()),
+        max_key=int(keys.max()),
+        restore=torch.argsort(query).to(device),
+    )
+
+
+def _boundaries(sizes: Tensor) -> Tensor:
+    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)

@@ -172,7 +172,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
 
 
 def _destroy_subgroups() -> None:
-    """End every group but the whole world. Megatron only forgets them, and each keeps its threads."""
+    """End every group but the world. Megatron only forgets them, and each keeps its threads."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
+from rl_megatron.models import attention
 from rl_megatron.models.attention import packed_attention
 from rl_megatron.models.sequence import SequenceContext, packed_context
-from rl_megatron.models.spans import find_spans, make_blocks
+from rl_megatron.models.spans import as_variable_length, find_spans, make_blocks
 
 CPU = torch.device("cpu")
 SEVERAL = {
@@ -106,3 +107,38 @@ def test_the_ranks_of_a_context_group_together_compute_the_whole(lengths, size):
         context = SequenceContext(blocks=blocks, restore=restore)
         part = packed_attention(query[local], key, value, context, 0.3)
         torch.testing.assert_close(part, whole[local], atol=1e-6, rtol=1e-5)
+
+
+def plain_variable_length(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """What torch's kernel is documented to do, span by span: the causal mask ends with the keys."""
+    assert window_size == (-1, 0) and enable_gqa
+    parts = []
+    for i in range(len(cu_q) - 1):
+        rows = q[cu_q[i] : cu_q[i + 1]].double()
+        keys, values = (
+            x[cu_k[i] : cu_k[i + 1]].double().repeat_interleave(q.shape[1] // x.shape[1], 1)
+            for x in (k, v)
+        )
+        assert len(rows) <= max_q and len(keys) <= max_k
+        scores = scale * torch.einsum("qhd,khd->hqk", rows, keys)
+        seen = torch.ones(len(rows), len(keys), dtype=torch.bool).tril(len(keys) - len(rows))
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("pieces", [[(0, 0, 64)], [(0, 16, 32), (16, 48, 64)]])
+@pytest.mark.parametrize("lengths", [[64], [5, 11, 1, 30, 17], [1] * 64])
+def test_the_kernel_of_a_gpu_is_given_the_same_spans(lengths, pieces, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(64, n, 8, generator=generator).bfloat16() for n in (4, 2, 2))
+    local = torch.cat([torch.arange(first, last) for _, first, last in pieces])
+    bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    spans = find_spans(bounds, pieces)
+    blocks, restore = make_blocks(spans, CPU)
+    context = SequenceContext(blocks=blocks, restore=restore)
+    expected = packed_attention(query[local], key, value, context, 0.3)
+    monkeypatch.setattr(attention, "varlen_attn", plain_variable_length)
+    context.variable_length = as_variable_length(spans, CPU)
+    found = packed_attention(query[local], key, value, context, 0.3)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
