@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -173,6 +174,8 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
 
 def _destroy_subgroups() -> None:
     """End every group but the world. Megatron only forgets them, and each keeps its threads."""
+    # Models of the earlier layout refer to its groups and, in circles, to themselves.
+    gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
