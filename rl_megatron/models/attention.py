@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from rl_megatron.models.sequence import SequenceContext
-from rl_megatron.models.spans import VariableLength
+from rl_megatron.models.spans import Block, VariableLength
 from rl_megatron.parallel.context import gather_keys
 
 # What the variable-length kernel computes in; it exists on a GPU only.
@@ -45,16 +46,37 @@ def packed_attention(
     """
     if context.variable_length is not None and query.dtype in _KERNEL_DTYPES:
         return _variable_length_attention(query, key, value, context.variable_length, scale)
-    parts = []
-    for block in context.blocks:
-        q = query[block.query].transpose(1, 2)
-        k, v = (x[block.key].transpose(1, 2) for x in (key, value))
-        mask = block.mask()
-        output = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    parts = [
+        _block_attention(query, key, value, block, scale)
+        if block.offset == 0
+        # Kept for the backward pass, the masks and keys of all blocks of a long sequence would
+        # grow with the square of its length: they are made again instead.
+        else checkpoint(
+            _block_attention,
+            query,
+            key,
+            value,
+            block,
+            scale,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
-        parts.append(output.transpose(1, 2)[block.real])
+        for block in context.blocks
+    ]
     return torch.cat(parts)[context.restore]
+
+
+def _block_attention(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
+) -> Tensor:
+    """Outputs of the real queries of a block, [tokens, heads, head_dim]."""
+    q = query[block.query].transpose(1, 2)
+    k, v = (x[block.key].transpose(1, 2) for x in (key, value))
+    mask = block.mask()
+    output = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return output.transpose(1, 2)[block.real]
 
 
 def _variable_length_attention(
