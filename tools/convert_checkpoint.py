@@ -27,7 +27,7 @@ from rl_megatron.checkpoint.hf_load import load_hf_weights
 from rl_megatron.checkpoint.hf_save import iter_hf_weights, save_hf
 from rl_megatron.checkpoint.megatron import load_megatron, save_megatron
 from rl_megatron.checkpoint.publish import new_checkpoint, read_pointer
-from rl_megatron.config import check_model_fits, check_world_size
+from rl_megatron.config import check_world_size
 from rl_megatron.config.command_line import parse_parallel
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.errors import CheckpointError, RLMegatronError
@@ -39,7 +39,7 @@ from rl_megatron.parallel.process import (
     stop,
     world_size_from_environment,
 )
-from rl_megatron.runtime.build import make_layout
+from rl_megatron.runtime.build import check_shape_fits, make_layout
 
 Item = TypeVar("Item")
 
@@ -128,13 +128,7 @@ def _build(
     """This rank and its chunks of the model, weights not yet set."""
     world_size = world_size_from_environment()
     check_world_size(parallel, world_size)
-    check_model_fits(
-        parallel,
-        num_layers=shape.num_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        intermediate_size=shape.intermediate_size,
-    )
+    check_shape_fits(parallel, shape)
     process = start_megatron(make_layout(parallel, world_size), seed=0)
     # Importing Megatron takes seconds; mistakes are found before.
     from rl_megatron.models.gpt import build_model

@@ -47,9 +47,10 @@ def iter_hf_weights(
 
 @torch.no_grad()
 def _whole(placement: Placement, process: Process) -> tuple[Tensor, ...]:
-    """The HF tensors of one rule: joined over tensor ranks, then sent to the other stages."""
+    """The HF tensors of one rule: joined over tensor ranks, then sent to those without them."""
     split = placement.rule.split
-    if process.stage == placement.stage:
+    here = process.stage == placement.stage
+    if here and placement.expert_rank in (None, process.expert_rank):
         assert placement.parameter is not None
         tensors = split.join(_gather(placement.parameter.detach(), process))
     else:
@@ -57,8 +58,10 @@ def _whole(placement: Placement, process: Process) -> tuple[Tensor, ...]:
             torch.empty(shape, dtype=placement.dtype, device=process.device)
             for shape in split.hf_shapes
         )
-    if process.layout.pipeline > 1:
-        for tensor in tensors:
+    for tensor in tensors:
+        if here and placement.expert_rank is not None:
+            dist.broadcast(tensor, group=process.expert_group, group_src=placement.expert_rank)
+        if process.layout.pipeline > 1:
             dist.broadcast(tensor, group=process.pipeline_group, group_src=placement.stage)
     return tensors
 

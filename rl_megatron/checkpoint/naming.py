@@ -5,16 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.weights import WeightRule
 from rl_megatron.parallel.process import Process
 
+T = TypeVar("T")
+
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
+
+# Transformer Engine keeps the experts of a rank in one module, with a weight for each of them.
+_GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 # Transformer Engine keeps the norm before a linear layer inside that layer.
 _FUSED_NORMS = {
@@ -25,17 +34,19 @@ _FUSED_NORMS = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Which stage holds a weight, and what this rank holds of it.
+    """Which ranks hold a weight, and what this rank holds of it.
 
     Attributes:
         rule: The weight.
         stage: First pipeline stage that holds it.
+        expert_rank: The only expert-parallel rank there that holds it; None if all do.
         dtype: Its dtype there.
-        parameter: This rank's shard; None on other stages.
+        parameter: This rank's shard; None on other stages and expert-parallel ranks.
     """
 
     rule: WeightRule
     stage: int
+    expert_rank: int | None
     dtype: torch.dtype
     parameter: Tensor | None
 
@@ -50,8 +61,8 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 def global_parameters(chunks: Iterable[nn.Module]) -> dict[str, Tensor]:
     """This rank's parameters by the name they have in the whole model.
 
-    Layers are numbered over the whole model: each layer knows its own number, so uneven stages
-    and virtual stages need no arithmetic here.
+    Layers and experts are numbered over the whole model. Each layer knows its own number and those
+    of its experts, so uneven stages and virtual stages need no arithmetic here.
     """
     found: dict[str, Tensor] = {}
     for chunk in chunks:
@@ -68,35 +79,41 @@ def _global_name(model: nn.Module, local_name: str) -> str:
     if match is None:
         return local_name
     index, rest = int(match[1]), match[2]
-    layer_number = model.decoder.layers[index].layer_number  # type: ignore[union-attr,index]
-    return f"decoder.layers.{layer_number - 1}.{_FUSED_NORMS.get(rest, rest)}"
+    layer = model.decoder.layers[index]  # type: ignore[union-attr,index]
+    rest = _GROUPED.sub(r"mlp.experts.local_experts.\2.\1.weight", rest)
+    if expert := _EXPERT.match(rest):
+        number = layer.mlp.local_expert_indices[int(expert[1])]
+        rest = f"mlp.experts.local_experts.{number}.{expert[2]}"
+    return f"decoder.layers.{layer.layer_number - 1}.{_FUSED_NORMS.get(rest, rest)}"
 
 
 def place(
     chunks: Iterable[nn.Module], rules: Sequence[WeightRule], process: Process
 ) -> list[Placement]:
-    """Where every weight is. Collective over the pipeline.
+    """Where every weight is. Collective over the pipeline and the ranks that share experts.
 
     Raises:
         CheckpointError: A parameter that no rule knows, or a rule without a parameter.
     """
     own = global_parameters(chunks)
     mine = {name: parameter.dtype for name, parameter in own.items()}
-    by_stage = [mine]
-    if process.layout.pipeline > 1:
-        by_stage = [{} for _ in range(process.layout.pipeline)]
-        dist.all_gather_object(by_stage, mine, group=process.pipeline_group)
+    by_expert_rank = _gather(mine, process.layout.expert, process.expert_group)
+    by_stage = _gather(by_expert_rank, process.layout.pipeline, process.pipeline_group)
     known = {rule.megatron_name for rule in rules}
-    unknown = sorted({name for stage in by_stage for name in stage} - known)
+    unknown = sorted({name for ranks in by_stage for held in ranks for name in held} - known)
     placements = []
     missing = []
     for rule in rules:
-        stages = [i for i, names in enumerate(by_stage) if rule.megatron_name in names]
+        name = rule.megatron_name
+        stages = [i for i, ranks in enumerate(by_stage) if any(name in held for held in ranks)]
         if stages:
-            dtype = by_stage[stages[0]][rule.megatron_name]
-            placements.append(Placement(rule, stages[0], dtype, own.get(rule.megatron_name)))
+            ranks = by_stage[stages[0]]
+            holders = [rank for rank, held in enumerate(ranks) if name in held]
+            alone = holders[0] if len(holders) < len(ranks) else None
+            dtype = ranks[holders[0]][name]
+            placements.append(Placement(rule, stages[0], alone, dtype, own.get(name)))
         elif not rule.is_copy:
-            missing.append(rule.megatron_name)
+            missing.append(name)
     if unknown or missing:
         raise CheckpointError(
             "The Megatron model does not fit its family's table of weights: parameters without a "
@@ -104,3 +121,12 @@ def place(
             "rl_megatron/models/families, or the model that was built."
         )
     return placements
+
+
+def _gather(value: T, size: int, group: ProcessGroup | None) -> list[T]:
+    """What each rank of a group gives, on all of them."""
+    if size == 1:
+        return [value]
+    values: list[T] = [value] * size
+    dist.all_gather_object(values, value, group=group)
+    return values

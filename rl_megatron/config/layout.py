@@ -22,6 +22,17 @@ def world_size_problems(parallel: ParallelConfig, world_size: int) -> Iterator[P
             f"divide world size ({world_size}); change the degrees or the number of ranks",
             others=("parallel", "cluster"),
         )
+        return
+    expert, context = parallel.expert_model_parallel_size, parallel.context_parallel_size
+    data = parallel.data_parallel_size(world_size)
+    if data * context % expert:
+        yield Problem(
+            "parallel.expert_model_parallel_size",
+            expert,
+            f"must divide data ({data}) x context ({context}), the ranks that can share experts; "
+            "change it, another degree or the number of ranks",
+            others=("parallel", "cluster"),
+        )
 
 
 def check_world_size(
@@ -52,10 +63,17 @@ def check_model_fits(
     num_attention_heads: int,
     num_key_value_heads: int,
     intermediate_size: int,
+    num_experts: int | None = None,
 ) -> None:
     """Refuse a layout that cannot hold a model of this shape.
 
     The vocabulary always fits: it is padded (`model.make_vocab_size_divisible_by`).
+
+    Args:
+        parallel: The layout.
+        num_layers, num_attention_heads, num_key_value_heads: Of the model.
+        intermediate_size: Of a layer's gate projection; of one expert's, where layers have experts.
+        num_experts: Of a layer; None in a dense model.
 
     Raises:
         ConfigError: Every part of the model that does not divide, with what would.
@@ -65,7 +83,11 @@ def check_model_fits(
         "num_key_value_heads": num_key_value_heads,
         "intermediate_size": intermediate_size,
     }
-    mistakes = [*_tensor_mistakes(parallel, shared), *_pipeline_mistakes(parallel, num_layers)]
+    mistakes = [
+        *_tensor_mistakes(parallel, shared),
+        *_pipeline_mistakes(parallel, num_layers),
+        *_expert_mistakes(parallel, num_experts),
+    ]
     if mistakes:
         raise ConfigError("the model does not fit the layout:\n" + "\n".join(mistakes))
 
@@ -109,3 +131,26 @@ def _pipeline_mistakes(parallel: ParallelConfig, num_layers: int) -> Iterator[st
                 f"  parallel.virtual_pipeline_model_parallel_size = {chunks}: must divide the "
                 f"{number} layers of {where}; take a divisor of {number} or remove it"
             )
+
+
+def _expert_mistakes(parallel: ParallelConfig, num_experts: int | None) -> Iterator[str]:
+    size = parallel.expert_model_parallel_size
+    if num_experts is None:
+        if size > 1:
+            yield (
+                f"  parallel.expert_model_parallel_size = {size}: the model has no experts; set it "
+                "to 1: the ranks are data-parallel all the same"
+            )
+        return
+    if num_experts % size:
+        fitting = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
+        yield (
+            f"  parallel.expert_model_parallel_size = {size}: must divide the model's experts "
+            f"({num_experts}); this model can take {fitting}"
+        )
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        yield (
+            "  parallel.sequence_parallel = False: without it each of the "
+            f"{parallel.tensor_model_parallel_size} tensor-parallel ranks would send every token "
+            "to the experts again, and their gradients would count it as often; set it to true"
+        )

@@ -47,7 +47,7 @@ class ParallelConfig(Strict):
     """Ranks that share each sequence."""
 
     expert_model_parallel_size: PositiveInt = 1
-    """Ranks that share the experts of each layer."""
+    """Ranks that share the experts of each layer, of those that are data- or context-parallel."""
 
     sequence_parallel: bool = False
     """Share the activations between tensor-parallel regions too."""
@@ -76,11 +76,6 @@ class ParallelConfig(Strict):
 
     def problems(self) -> Iterable[Problem]:
         """Degrees that are not supported, or that need another degree."""
-        for name, missing in (
-            ("expert_model_parallel_size", "no supported model family has experts"),
-        ):
-            if getattr(self, name) > 1:
-                yield Problem(name, getattr(self, name), f"{missing} yet; set it to 1")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield Problem(
                 "sequence_parallel",

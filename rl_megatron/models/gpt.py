@@ -74,7 +74,8 @@ def transformer_config(
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # The default refuses variable lengths.
+        # The default refuses variable lengths, and sends every token to every rank.
+        moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -87,8 +88,32 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
+        **_expert_settings(shape),
         **recompute_settings,
     )
+
+
+def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    """What Megatron's config says of experts: no token is dropped, no balance is asked for."""
+    experts = shape.experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.experts_per_token,
+        "moe_ffn_hidden_size": experts.intermediate_size,
+        # Softmax over the chosen experts alone is the renormalised softmax over all of them.
+        "moe_router_pre_softmax": not experts.renormalise,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": _has_engine(),
+    }
+
+
+def _has_engine() -> bool:
+    """Whether layers are Transformer Engine's."""
+    return importlib.util.find_spec("transformer_engine") is not None and not cpu_runtime.needed()
 
 
 def block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) -> Any:
@@ -97,12 +122,18 @@ def block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) 
     The core attention is ours in both: it rotates, packs and caches. Beside Megatron's linear
     layers the norms are ours too.
     """
-    engine = importlib.util.find_spec("transformer_engine") is not None
-    if engine and not cpu_runtime.needed():
-        layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+    num_experts = None if shape.experts is None else shape.experts.num_experts
+    if _has_engine():
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts,
+            moe_grouped_gemm=num_experts is not None,
+            qk_layernorm=shape.qk_norm,
+        )
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
         return layer
-    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
     modules = layer.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     if shape.qk_norm:

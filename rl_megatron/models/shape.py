@@ -31,6 +31,23 @@ class RopeSettings:
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """The experts of every layer, each a SwiGLU of its own.
+
+    Attributes:
+        num_experts: Of one layer.
+        experts_per_token: How many a token is sent to: those with the largest router logits.
+        intermediate_size: Width of the gate (and of the up) projection of one expert.
+        renormalise: The weights of a token's experts are divided by their sum.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    renormalise: bool
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """A decoder with RMSNorm, SwiGLU, rotary positions and grouped-query attention.
 
@@ -41,7 +58,7 @@ class ModelShape:
         num_attention_heads: Query heads.
         num_key_value_heads: Key and value heads; divides the query heads.
         head_dim: Width of one head; `num_attention_heads * head_dim` need not be `hidden_size`.
-        intermediate_size: Width of the gate (and of the up) projection.
+        intermediate_size: Width of the gate (and of the up) projection of a layer without experts.
         vocab_size: Rows of the embedding in the Hugging Face files, padding not counted.
         norm_eps: Added to the mean square in every RMSNorm.
         rope: How positions become angles.
@@ -50,6 +67,7 @@ class ModelShape:
         tie_word_embeddings: The head is the embedding.
         max_position_embeddings: Longest sequence the model was made for.
         initializer_range: Standard deviation of fresh weights.
+        experts: In place of the one SwiGLU of every layer; None in a dense model.
     """
 
     family: str
@@ -67,3 +85,4 @@ class ModelShape:
     tie_word_embeddings: bool
     max_position_embeddings: int
     initializer_range: float
+    experts: ExpertShape | None = None

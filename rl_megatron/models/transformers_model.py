@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from rl_megatron.errors import CheckpointError
-from rl_megatron.models.families import read_shape
+from rl_megatron.models.families import FAMILIES, read_shape
 
 
 def load_transformers_model(
@@ -51,13 +51,34 @@ def load_transformers_model(
     # transformers never trains the embedding of the padding token. Here it is a token like others:
     # nothing is padded with it that counts, and a model may sample it.
     model.get_input_embeddings().padding_idx = None
+    # Experts one after the other: the faster ways are not made for every dtype and device.
+    model.set_experts_implementation("eager")
     return model.to(device)
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its Hugging Face name; a head that is tied to the embedding is not one."""
+    """Every weight under its name in files; a head that is tied to the embedding is not one.
+
+    transformers keeps the experts of a layer in one tensor, and their names in files to the files:
+    what is given here are views of each of them.
+    """
+    names = FAMILIES[model.config.model_type].experts
     for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
+        layer, inside, rest = name.partition(".mlp.")
+        if names is None or not inside:
+            yield name, parameter.detach()
+            continue
+        prefix = f"{layer}.{names.block}."
+        if rest == "experts.gate_up_proj":
+            for e, both in enumerate(parameter.detach()):
+                gate, up = both.chunk(2)
+                yield f"{prefix}experts.{e}.{names.gate}.weight", gate
+                yield f"{prefix}experts.{e}.{names.up}.weight", up
+        elif rest == "experts.down_proj":
+            for e, down in enumerate(parameter.detach()):
+                yield f"{prefix}experts.{e}.{names.down}.weight", down
+        else:
+            yield prefix + rest, parameter.detach()
 
 
 @torch.no_grad()
@@ -67,7 +88,7 @@ def set_weights(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -
     Raises:
         CheckpointError: A weight is missing, unknown or of another shape.
     """
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_weights(model))
     for name, value in weights:
         target = parameters.pop(name, None)
         if target is None or target.shape != value.shape:

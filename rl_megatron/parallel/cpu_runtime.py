@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 # Imported up front so that install() finds them loaded and can hand them the view.
 _MODULES = (
@@ -33,7 +36,9 @@ _MODULES = (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.tensor_parallel",
+    "megatron.core.transformer.moe.moe_layer",
     "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.moe.token_dispatcher",
 )
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
@@ -52,6 +57,9 @@ class _Stream:
 
     def query(self) -> bool:
         return True
+
+    def record_event(self) -> _Stream:
+        return _Stream()
 
 
 @contextlib.contextmanager
@@ -89,6 +97,35 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _all_gather(
+    outputs: list[Tensor], value: Tensor, group: ProcessGroup | None = None, **more: Any
+) -> Any:
+    """`dist.all_gather` of parts that need not be of one size, which gloo refuses."""
+    if len({output.shape for output in outputs}) == 1:
+        return dist.all_gather(outputs, value, group=group, **more)
+    for rank, output in enumerate(outputs):
+        if rank == dist.get_rank(group):
+            output.copy_(value)
+        if output.numel():
+            dist.broadcast(output, group=group, group_src=rank)
+    return None
+
+
+def _reduce_scatter(
+    output: Tensor, parts: list[Tensor], *more: Any, group: ProcessGroup | None = None
+) -> Any:
+    """`dist.reduce_scatter` of parts that need not be of one size, which gloo refuses."""
+    if more or len({part.shape for part in parts}) == 1:
+        return dist.reduce_scatter(output, parts, *more, group=group)
+    for rank, part in enumerate(parts):
+        total = part.clone()
+        if part.numel():
+            dist.reduce(total, group=group, group_dst=rank)
+        if rank == dist.get_rank(group):
+            output.copy_(total)
+    return None
+
+
 def _torch_view() -> _View:
     cuda = _View(
         torch.cuda,
@@ -109,7 +146,8 @@ def _torch_view() -> _View:
         },
     )
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    return _View(torch, {"cuda": cuda, **factories})
+    uneven = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+    return _View(torch, {"cuda": cuda, "distributed": _View(dist, uneven), **factories})
 
 
 def _patch_tensor_methods() -> None:
@@ -117,7 +155,7 @@ def _patch_tensor_methods() -> None:
     tensor_class: Any = torch.Tensor
     plain_type = tensor_class.type
 
-    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
             return plain_type(self).replace("torch.", "torch.cuda.", 1)
         return plain_type(self, dtype, *args, **kwargs)
@@ -133,6 +171,27 @@ def _patch_random() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # It warns when the CPU's generator moves while a stream is in use; here that is the stream.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
+
+
+def _patch_experts() -> None:
+    """Tokens go to their experts' ranks as on a GPU.
+
+    Megatron turns split sizes into numbers only where it moves them off a GPU, and leaves tensors
+    elsewhere, which all-to-all refuses.
+    """
+    dispatcher: Any = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    move = dispatcher.maybe_move_tensor_to_cpu
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and isinstance(tensor, Tensor):
+            return tensor.numpy()
+        return move(tensor, as_numpy, record_stream)
+
+    dispatcher.maybe_move_tensor_to_cpu = moved
+    # Without Transformer Engine the router of 0.16 looks up a name that was never bound.
+    moe_utils: Any = sys.modules["megatron.core.transformer.moe.moe_utils"]
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def needed() -> bool:
@@ -156,8 +215,5 @@ def install() -> None:
             module.torch = view  # type: ignore[attr-defined]
     _patch_tensor_methods()
     _patch_random()
-    # Without Transformer Engine the router of 0.16 looks up a name that was never bound.
-    moe_utils: Any = sys.modules["megatron.core.transformer.moe.moe_utils"]
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    _patch_experts()
     _installed = True

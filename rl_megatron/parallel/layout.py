@@ -10,7 +10,8 @@ class Layout:
     """Parallel degrees of a job. world size = tensor * pipeline * context * data.
 
     Attributes:
-        tensor, pipeline, context, expert, data: Degrees.
+        tensor, pipeline, context, expert, data: Degrees. Those that share experts are `expert`
+            of the context- and data-parallel ranks.
         virtual: Model chunks per pipeline stage (virtual pipeline), 1 = off.
         sequence_parallel: Activations between tensor-parallel blocks are split over the sequence.
         first_stage_layers, last_stage_layers: Layers of an uneven first or last stage.
@@ -52,4 +53,5 @@ class Layout:
         pipeline = f"pipeline {self.pipeline}" + (
             f" ({self.virtual} chunks each)" if self.virtual > 1 else ""
         )
-        return f"{tensor} x {pipeline} x context {self.context} x data {self.data}"
+        expert = f" (expert {self.expert})" * (self.expert > 1)
+        return f"{tensor} x {pipeline} x context {self.context} x data {self.data}{expert}"

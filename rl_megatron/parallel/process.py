@@ -29,7 +29,9 @@ class Process:
         device: The device that this rank computes on.
         tensor_group, pipeline_group, context_group, data_group: The groups this rank belongs to;
             the pipeline group's ranks are in stage order. None in a job without Megatron.
-        replica_group: Data- and context-parallel ranks together: each holds the same weights.
+        replica_group: Data- and context-parallel ranks together: each holds the same weights,
+            experts excepted.
+        expert_group: Ranks that share the experts of each layer, in the order of the experts.
     """
 
     layout: Layout
@@ -40,6 +42,7 @@ class Process:
     context_group: ProcessGroup | None = None
     data_group: ProcessGroup | None = None
     replica_group: ProcessGroup | None = None
+    expert_group: ProcessGroup | None = None
 
     @property
     def tensor_rank(self) -> int:
@@ -67,6 +70,11 @@ class Process:
         return 0 if self.data_group is None else dist.get_rank(self.data_group)
 
     @property
+    def expert_rank(self) -> int:
+        """Rank within the expert-parallel group."""
+        return 0 if self.expert_group is None else dist.get_rank(self.expert_group)
+
+    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the head."""
         return self.stage == self.layout.pipeline - 1
@@ -83,6 +91,17 @@ class Process:
         moved = value.to(self.device)
         dist.all_reduce(moved, op=op)
         return moved.cpu()
+
+    def expert_maximum(self, value: int) -> int:
+        """The largest `value` among the ranks that share experts.
+
+        A forward pass of one is a forward pass of all: they agree on their number by this.
+        """
+        if self.layout.expert == 1:
+            return value
+        largest = torch.tensor(value, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.expert_group)
+        return int(largest)
 
     def gather(self, value: T) -> list[T]:
         """What every rank gives, by rank, on all ranks; any picklable object."""
@@ -169,6 +188,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
         context_group=parallel_state.get_context_parallel_group(),
         data_group=parallel_state.get_data_parallel_group(),
         replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        expert_group=parallel_state.get_expert_model_parallel_group(),
     )
 
 

@@ -1,12 +1,14 @@
 """Sampling on the trainer's own Megatron weights: no second copy, no conversion, any layout.
 
 Every data-parallel replica samples its share of the requests; within a replica all ranks walk
-through the same steps. The key-value cache lives in our core attention (models/sequence.py).
+through the same steps. Replicas that share experts make as many forward passes as the longest of
+them, the others' idle ones on dummy tokens. The key-value cache lives in our core attention (models/sequence.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -64,8 +66,11 @@ class MegatronEngine:
         for chunk in self._chunks:
             chunk.eval()
         with inference_mode():
-            for start in range(0, len(mine), self._max_concurrent):
-                self._run_wave(mine[start : start + self._max_concurrent], sampling)
+            for start in range(0, self._process.expert_maximum(len(mine)), self._max_concurrent):
+                wave = mine[start : start + self._max_concurrent]
+                # What a replica without requests samples for the others' sake is dropped.
+                idle = replace(requests[0], response_ids=[], logprobs=[], finished=None)
+                self._run_wave(wave or [idle], sampling)
         for chunk, mode in zip(self._chunks, modes, strict=True):
             chunk.train(mode)
         return [to_rollout(r, self._decode, self._policy_version) for r in self._collect(mine)]
@@ -130,8 +135,9 @@ class MegatronEngine:
         while True:
             tokens = self._next_tokens(hidden, head, active, sampling)
             running = [i for i, request in enumerate(active) if request.finished is None]
-            if not running:
+            if not self._process.expert_maximum(len(running)):
                 return
+            running = running or [0]  # Finished, but replicas that share its experts are not.
             if len(running) < len(active):
                 rows = self._padded(torch.tensor(running))
                 cache.keep(rows)
@@ -150,7 +156,9 @@ class MegatronEngine:
         # One row more for the tail of dummy tokens that lets the layout divide.
         cache = KeyValueCache(len(prompts) + 1, size, process.device)
         last = []
-        for first, group in _by_tokens(prompts, _PREFILL_TOKENS):
+        slices = list(_by_tokens(prompts, _PREFILL_TOKENS))
+        idle_passes = process.expert_maximum(len(slices)) - len(slices)
+        for first, group in slices:
             ids = [token for prompt in group for token in prompt.token_ids]
             ends = torch.tensor([len(prompt.token_ids) for prompt in group]).cumsum(0)
             bounds = torch.nn.functional.pad(ends, (1, 0))
@@ -161,6 +169,10 @@ class MegatronEngine:
             hidden = self._forward(torch.tensor(ids + [0] * tail), context)
             if hidden is not None:
                 last.append(hidden[(ends - 1).to(hidden.device)])
+        for _ in range(idle_passes):
+            bounds = torch.tensor([0, multiple])
+            context = packed_context(bounds, self._inverse_frequencies, process.device)
+            self._forward(torch.zeros(multiple, dtype=torch.int64), context)
         return cache, torch.cat(last) if last else None
 
     def _decode_step(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
@@ -195,7 +207,8 @@ class MegatronEngine:
         drawn = self._from_last_stage(drawn)
         token_ids, values = drawn[0].long().tolist(), drawn[1].tolist()
         for request, token, logprob in zip(active, token_ids, values, strict=False):
-            request.take(token, logprob, sampling)
+            if request.finished is None:
+                request.take(token, logprob, sampling)
         return torch.tensor(token_ids)
 
     def _from_last_stage(self, tensor: Tensor) -> Tensor:

@@ -43,6 +43,19 @@ def make_layout(parallel: ParallelConfig, world_size: int) -> Layout:
     )
 
 
+def check_shape_fits(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Refuse a layout that cannot hold the model; see `check_model_fits`."""
+    experts = shape.experts
+    check_model_fits(
+        parallel,
+        num_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        intermediate_size=experts.intermediate_size if experts else shape.intermediate_size,
+        num_experts=experts.num_experts if experts else None,
+    )
+
+
 def start_process(run: RunBase, world_size: int) -> Process:
     """Join the job in the layout of the run."""
     check_world_size(run.parallel, world_size, run.cluster)
@@ -106,13 +119,7 @@ def _build_megatron(
     trained: bool,
 ) -> PolicyBackend:
     shape = read_shape(folder.hf)
-    check_model_fits(
-        run.parallel,
-        num_layers=shape.num_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        intermediate_size=shape.intermediate_size,
-    )
+    check_shape_fits(run.parallel, shape)
     # Importing Megatron takes seconds; mistakes are found before.
     from rl_megatron.backends.megatron import MegatronBackend
     from rl_megatron.checkpoint.hf_load import load_hf_weights

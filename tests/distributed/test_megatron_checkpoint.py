@@ -16,6 +16,9 @@ LAYOUTS = {
     "pp2": {"pipeline": 2},
     "dp2": {"data": 2},
     "pp2vpp2": {"pipeline": 2, "virtual": 2},
+    "ep2": {"data": 2, "expert": 2},
+    "ep2tp2": {"data": 2, "expert": 2, "tensor": 2, "sequence_parallel": True},
+    "tp2sp": {"tensor": 2, "sequence_parallel": True},
 }
 
 
@@ -25,7 +28,7 @@ def hf_folder(tmp_path_factory):
 
 
 def world_size(name):
-    return 1 if name == "tp1" else 2
+    return {"tp1": 1, "ep2tp2": 4}.get(name, 2)
 
 
 class Trainer:
@@ -120,6 +123,10 @@ def resume_job(layout, hf, distributed_optimizer, dtype, root):
 def test_training_goes_on_bit_by_bit_under_another_layout(
     saved, resumed, distributed_optimizer, dtype, hf_folder, pool, tmp_path
 ):
+    check_training_goes_on(saved, resumed, distributed_optimizer, dtype, hf_folder, pool, tmp_path)
+
+
+def check_training_goes_on(saved, resumed, distributed_optimizer, dtype, hf_folder, pool, tmp_path):
     args = (hf_folder, distributed_optimizer, dtype)
     expected = pool(1).run(uninterrupted_job, {}, *args)[0]
     pool(world_size(saved)).run(save_job, LAYOUTS[saved], *args, tmp_path / "root")
@@ -128,3 +135,25 @@ def test_training_goes_on_bit_by_bit_under_another_layout(
         assert rank.keys() == expected.keys()
         for name, tensor in expected.items():
             assert rank[name].equal(tensor), name
+
+
+@pytest.fixture(scope="module")
+def folder_with_experts(tmp_path_factory):
+    return make_tiny_hf(tmp_path_factory.mktemp("experts"), "qwen3_moe", VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "distributed_optimizer"),
+    [
+        ("ep2", "tp1", True),
+        ("tp2sp", "ep2", True),
+        ("ep2", "ep2tp2", True),
+        ("ep2tp2", "ep2", False),
+    ],
+)
+def test_training_of_experts_goes_on_under_another_expert_parallel_size(
+    saved, resumed, distributed_optimizer, folder_with_experts, pool, tmp_path
+):
+    check_training_goes_on(
+        saved, resumed, distributed_optimizer, torch.float32, folder_with_experts, pool, tmp_path
+    )

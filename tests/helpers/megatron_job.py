@@ -31,6 +31,12 @@ LAYOUTS: dict[str, Layout] = {
     "tp2-dp2": Layout(tensor=2, data=2),
     "cp2": Layout(context=2),
     "cp2-tp2-sp": Layout(context=2, tensor=2, sequence_parallel=True),
+    "ep2": Layout(data=2, expert=2),
+    "ep4": Layout(data=4, expert=4),
+    "ep2-dp2": Layout(data=4, expert=2),
+    "ep2-tp2-sp": Layout(tensor=2, data=2, expert=2, sequence_parallel=True),
+    "ep2-pp2": Layout(pipeline=2, data=2, expert=2),
+    "ep2-cp2": Layout(context=2, expert=2),
 }
 # 131 tokens become 136 on one tensor-parallel rank and 144 on two.
 VOCAB_DIVISOR = 8

@@ -18,6 +18,7 @@ from rl_megatron.interfaces.batch import PackedBatch
 def oracle_model(folder: Path) -> Any:
     """The model of a folder in float64; shared, so never to be changed."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, local_files_only=True)
+    model.set_experts_implementation("eager")  # The default of experts has no float64.
     return model.eval()
 
 

@@ -11,16 +11,20 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 CONFIGS = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -43,17 +47,28 @@ def make_tiny_hf(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     width: float = 0.25,
+    **settings: Any,
 ) -> Path:
     """`folder` with a random model and a tokenizer of one token per character.
 
     Weights, biases and norms are all random and wide enough that no distribution is flat. The
     odd vocabulary needs padding under any tensor parallelism. `rope`: e.g. `LLAMA3_ROPE`. `width`:
     standard deviation of the layers' matrices and biases; the larger, the sharper is attention,
-    and the further are two float32 implementations apart (1e-5 and more at 0.25).
+    and the further are two float32 implementations apart (1e-5 and more at 0.25). `settings`: more
+    of the config's.
     """
-    more: dict[str, Any] = {"head_dim": 16} if family in ("llama", "qwen3") else {}
-    if family == "mistral":
-        more["sliding_window"] = None
+    more: dict[str, Any] = {
+        "llama": {"head_dim": 16},
+        "mistral": {"sliding_window": None},
+        "mixtral": {"num_local_experts": 8},
+        "qwen3": {"head_dim": 16},
+        "qwen3_moe": {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+        },
+    }.get(family, {}) | settings
     config = CONFIGS[family](
         vocab_size=vocab_size,
         num_hidden_layers=layers,

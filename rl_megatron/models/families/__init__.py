@@ -13,15 +13,19 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.weights import WeightRule
 from rl_megatron.models.families.common import Family
 from rl_megatron.models.families.llama import LLAMA, MISTRAL
+from rl_megatron.models.families.mixtral import MIXTRAL
 from rl_megatron.models.families.qwen2 import QWEN2
 from rl_megatron.models.families.qwen3 import QWEN3
+from rl_megatron.models.families.qwen3_moe import QWEN3_MOE
 from rl_megatron.models.shape import ModelShape
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
 }
 
 __all__ = ["FAMILIES", "Family", "read_shape", "weight_rules"]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.weights import Split, WeightRule
 from rl_megatron.models.rope import parse_rope
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import ExpertShape, ModelShape
 from rl_megatron.models.split import GateUp, Qkv, Replicated, Sliced, Vocab
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a family's table; `{i}` is the layer, counted over the whole model.
+    """One line of a family's table; `{i}` is the layer and `{e}` the expert in the whole model.
 
     Attributes:
         hf: Hugging Face names.
@@ -29,17 +29,29 @@ class Row:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls its experts, after `model.layers.{i}.`; the router is `{block}.gate`."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
 class Family:
     """One kind of model.
 
     Attributes:
         shape: The numbers of a model, from its config.json; raises CheckpointError for a setting
             that is not implemented.
-        layer: Table of the weights of one decoder layer.
+        layer: Table of the weights of one decoder layer, experts left out.
+        experts: Names of the experts of a layer, if the family has any.
     """
 
     shape: Callable[[Mapping[str, Any]], ModelShape]
     layer: tuple[Row, ...]
+    experts: ExpertNames | None = None
 
     def weight_rules(
         self, shape: ModelShape, make_vocab_size_divisible_by: int
@@ -49,15 +61,7 @@ class Family:
         vocab = Vocab(shape.vocab_size, hidden, make_vocab_size_divisible_by)
         embedding = ("model.embed_tokens.weight",)
         head = embedding if shape.tie_word_embeddings else ("lm_head.weight",)
-        layers = (
-            WeightRule(
-                tuple(name.format(i=i) for name in row.hf),
-                row.megatron.format(i=i),
-                row.split(shape),
-            )
-            for i in range(shape.num_layers)
-            for row in self.layer
-        )
+        layers = (rule for i in range(shape.num_layers) for rule in self._layer_rules(shape, i))
         return (
             WeightRule(embedding, "embedding.word_embeddings.weight", vocab),
             *layers,
@@ -66,6 +70,21 @@ class Family:
             ),
             WeightRule(head, "output_layer.weight", vocab, is_copy=shape.tie_word_embeddings),
         )
+
+    def _layer_rules(self, shape: ModelShape, layer: int) -> Iterator[WeightRule]:
+        """The table filled in for one layer; expert by expert after the rest."""
+        yield from (_rule(row, shape, i=layer) for row in self.layer)
+        if self.experts is not None:
+            assert shape.experts is not None
+            router, *expert = _expert_rows(self.experts, shape.experts)
+            yield _rule(router, shape, i=layer)
+            for e in range(shape.experts.num_experts):
+                yield from (_rule(row, shape, i=layer, e=e) for row in expert)
+
+
+def _rule(row: Row, shape: ModelShape, **numbers: int) -> WeightRule:
+    names = tuple(name.format(**numbers) for name in row.hf)
+    return WeightRule(names, row.megatron.format(**numbers), row.split(shape))
 
 
 def _norm(shape: ModelShape) -> Split:
@@ -105,7 +124,7 @@ def _down(shape: ModelShape) -> Split:
 _HF = "model.layers.{i}."
 _MEGATRON = "decoder.layers.{i}."
 
-DECODER_LAYER = (
+ATTENTION_LAYER = (
     Row((_HF + "input_layernorm.weight",), _MEGATRON + "input_layernorm.weight", _norm),
     Row(
         tuple(_HF + f"self_attn.{name}_proj.weight" for name in "qkv"),
@@ -118,6 +137,11 @@ DECODER_LAYER = (
         _attention_output,
     ),
     Row((_HF + "post_attention_layernorm.weight",), _MEGATRON + "pre_mlp_layernorm.weight", _norm),
+)
+"""RMSNorm before grouped-query attention and before what follows it: all families start here."""
+
+DECODER_LAYER = (
+    *ATTENTION_LAYER,
     Row(
         (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"),
         _MEGATRON + "mlp.linear_fc1.weight",
@@ -125,7 +149,30 @@ DECODER_LAYER = (
     ),
     Row((_HF + "mlp.down_proj.weight",), _MEGATRON + "mlp.linear_fc2.weight", _down),
 )
-"""RMSNorm before grouped-query attention and before SwiGLU: the layer all families start from."""
+"""With one SwiGLU: the layer of dense families."""
+
+
+def _expert_rows(names: ExpertNames, experts: ExpertShape) -> tuple[Row, ...]:
+    """The router, then the table of expert `{e}`."""
+    hf = _HF + names.block + ".experts.{e}."
+    megatron = _MEGATRON + "mlp.experts.local_experts.{e}."
+    return (
+        Row(
+            (_HF + names.block + ".gate.weight",),
+            _MEGATRON + "mlp.router.weight",
+            lambda shape: Replicated((experts.num_experts, shape.hidden_size)),
+        ),
+        Row(
+            (f"{hf}{names.gate}.weight", f"{hf}{names.up}.weight"),
+            megatron + "linear_fc1.weight",
+            lambda shape: GateUp(experts.intermediate_size, shape.hidden_size),
+        ),
+        Row(
+            (f"{hf}{names.down}.weight",),
+            megatron + "linear_fc2.weight",
+            lambda shape: Sliced((shape.hidden_size, experts.intermediate_size), dim=1),
+        ),
+    )
 
 
 def decoder_shape(
@@ -135,6 +182,7 @@ def decoder_shape(
     head_dim: int | None = None,
     qkv_bias: bool = False,
     qk_norm: bool = False,
+    experts: ExpertShape | None = None,
 ) -> ModelShape:
     """The numbers of a decoder.
 
@@ -144,13 +192,14 @@ def decoder_shape(
         head_dim: Where the config names none (None: hidden_size / num_attention_heads).
         qkv_bias: Query, key and value projections have biases.
         qk_norm: Query and key heads are normalised.
+        experts: See `read_experts`.
 
     Raises:
         CheckpointError: A key is missing, or has a value that is not implemented.
     """
-    _refuse_unless(config, "hidden_act", "silu")
-    _refuse_unless(config, "attention_bias", False)
-    _refuse_unless(config, "mlp_bias", False)
+    refuse_unless(config, "hidden_act", "silu")
+    refuse_unless(config, "attention_bias", False)
+    refuse_unless(config, "mlp_bias", False)
     heads, hidden = positive(config, "num_attention_heads"), positive(config, "hidden_size")
     groups = positive(config, "num_key_value_heads", key_value_heads or heads)
     if heads % groups:
@@ -173,7 +222,42 @@ def decoder_shape(
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_position_embeddings=positive(config, "max_position_embeddings"),
         initializer_range=float(config.get("initializer_range", 0.02)),
+        experts=experts,
     )
+
+
+def read_experts(
+    config: Mapping[str, Any],
+    *,
+    intermediate_size: str,
+    num_experts: int,
+    experts_per_token: int,
+    renormalise: bool,
+) -> ExpertShape:
+    """The experts of a config.json.
+
+    Args:
+        config: The whole config.json. The number of experts goes by either of two names.
+        intermediate_size: Name of the key that holds an expert's width.
+        num_experts, experts_per_token: Where the config names none.
+        renormalise: The weights of a token's experts are divided by their sum.
+
+    Raises:
+        CheckpointError: A number that is not possible, or not implemented.
+    """
+    found = positive(config, "num_experts", positive(config, "num_local_experts", num_experts))
+    per_token = positive(config, "num_experts_per_tok", experts_per_token)
+    if per_token > found:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok ({per_token}) exceeds the {found} experts. Is the "
+            "file that of the model?"
+        )
+    if per_token == 1 and renormalise:
+        raise CheckpointError(
+            "config.json: num_experts_per_tok 1 with renormalised weights is not implemented: each "
+            "weight would be 1, and the router would learn nothing. Use another model."
+        )
+    return ExpertShape(found, per_token, positive(config, intermediate_size), renormalise)
 
 
 def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -198,7 +282,8 @@ def refuse_sliding_window(window: int | None, max_position_embeddings: int) -> N
         )
 
 
-def _refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None:
+def refuse_unless(config: Mapping[str, Any], key: str, expected: object) -> None:
+    """Raises CheckpointError if a setting has another value than the one that is implemented."""
     value = config.get(key, expected)
     if value != expected:
         raise CheckpointError(

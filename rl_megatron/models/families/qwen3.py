@@ -15,16 +15,13 @@ from rl_megatron.models.families.common import (
 from rl_megatron.models.families.qwen2 import refuse_qwen_sliding_window
 from rl_megatron.models.shape import ModelShape
 
-LAYER = (
-    *DECODER_LAYER,
-    *(
-        Row(
-            (f"model.layers.{{i}}.self_attn.{name}_norm.weight",),
-            f"decoder.layers.{{i}}.self_attention.{name}_layernorm.weight",
-            head_norm,
-        )
-        for name in "qk"
-    ),
+HEAD_NORMS = tuple(
+    Row(
+        (f"model.layers.{{i}}.self_attn.{name}_norm.weight",),
+        f"decoder.layers.{{i}}.self_attention.{name}_layernorm.weight",
+        head_norm,
+    )
+    for name in "qk"
 )
 
 
@@ -34,4 +31,4 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
     return shape
 
 
-QWEN3 = Family(_shape, LAYER)
+QWEN3 = Family(_shape, (*DECODER_LAYER, *HEAD_NORMS))

@@ -50,3 +50,38 @@ def test_wrappers_and_norms_fused_by_transformer_engine_change_no_name():
     wrapper = nn.Module()
     wrapper.module = chunk
     assert set(global_parameters([wrapper])) == expected
+
+
+def expert_chunk(numbers):
+    """A layer (the fourth) with two local experts."""
+    config = CONFIG | {"model_type": "mixtral", "num_local_experts": 2, "num_hidden_layers": 4}
+    config["num_key_value_heads"] = 4
+    rules = weight_rules(FAMILIES["mixtral"].shape(config), 16)
+    chunk = BareChunk([rule for rule in rules if ".layers.3." in rule.megatron_name], [3])
+    chunk.decoder.layers[0].mlp.local_expert_indices = numbers
+    return chunk
+
+
+def expert_numbers(names):
+    return sorted(int(name.split(".")[6]) for name in names if "linear_fc1" in name)
+
+
+def test_ck_05_local_experts_are_named_by_their_global_number():
+    found = global_parameters([expert_chunk([4, 5])])
+    assert expert_numbers(found) == [4, 5]
+    assert "decoder.layers.3.mlp.router.weight" in found
+
+
+def test_experts_grouped_by_transformer_engine_have_the_same_names():
+    chunk = expert_chunk([4, 5])
+    expected = global_parameters([chunk])
+    experts = chunk.decoder.layers[0].mlp.experts
+    for linear in ("linear_fc1", "linear_fc2"):
+        grouped = nn.Module()
+        for e, expert in enumerate(experts.local_experts.children()):
+            grouped.register_parameter(f"weight{e}", getattr(expert, linear).weight)
+        experts.add_module(linear, grouped)
+    del experts.local_experts
+    found = global_parameters([chunk])
+    assert found.keys() == expected.keys()
+    assert all(found[name] is expected[name] for name in found)

@@ -42,7 +42,10 @@ def test_print_config_prints_what_loads_again(config, capsys, tmp_path):
         (["{}", "sed=3"], "  sed = 3 (command line): unknown key; did you mean 'seed'?"),
         ([], "no file given: name one CONFIG.yaml; --help says more"),
         (["{}", "b.yaml"], "b.yaml) given: name one CONFIG.yaml"),
-        (["{}", "--seed=3"], "unknown option --seed=3: there are --print-config, --trace-shapes and --help"),
+        (
+            ["{}", "--seed=3"],
+            "unknown option --seed=3: there are --print-config, --trace-shapes and --help",
+        ),
         (["none.yaml"], "none.yaml: no such file"),
     ],
 )

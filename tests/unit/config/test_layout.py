@@ -24,11 +24,22 @@ SMOLLM2_135M = {
     "num_key_value_heads": 3,
     "intermediate_size": 1536,
 }
+# The width is that of one expert.
+QWEN3_30B_A3B = {
+    "num_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 768,
+    "num_experts": 128,
+}
 
 
-def parallel(tp=1, pp=1, vpp=None, first=None, last=None):
+def parallel(tp=1, pp=1, vpp=None, first=None, last=None, cp=1, ep=1, sp=False):
     return ParallelConfig(
         tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        sequence_parallel=sp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         **{
@@ -63,6 +74,16 @@ def test_ranks_that_do_not_divide():
     assert "must divide world size (2)" in refusal(check_world_size, parallel(tp=2, pp=2), 2)
 
 
+def test_ranks_that_cannot_share_experts():
+    assert check_world_size(parallel(ep=4), 8) == 8
+    assert check_world_size(parallel(tp=2, pp=2, ep=2), 8) == 2
+    assert check_world_size(parallel(cp=2, ep=4), 4) == 2
+    assert refusal(check_world_size, parallel(tp=2, ep=4), 4) == (
+        "parallel.expert_model_parallel_size = 4: must divide data (2) x context (1), the ranks "
+        "that can share experts; change it, another degree or the number of ranks"
+    )
+
+
 def test_other_ranks_than_the_cluster_has():
     cluster = ClusterConfig(num_nodes=2, gpus_per_node=8)
     assert refusal(check_world_size, parallel(), 8, cluster) == (
@@ -82,6 +103,8 @@ def test_other_ranks_than_the_cluster_has():
         (parallel(pp=3, first=8, last=4), SMOLLM2_135M),
         (parallel(pp=2, first=14, last=16), SMOLLM2_135M),
         (parallel(pp=3, vpp=2, first=8, last=4), QWEN3_8B),
+        (parallel(ep=64), QWEN3_30B_A3B),
+        (parallel(tp=4, pp=4, ep=8, sp=True), QWEN3_30B_A3B),
     ],
 )
 def test_models_that_fit(layout, shape):
@@ -131,3 +154,29 @@ def test_tensor_and_pipeline_are_reported_together():
 )
 def test_stages_that_do_not_divide(layout, text):
     assert text in refusal(check_model_fits, layout, **QWEN3_8B)
+
+
+def test_experts_that_do_not_divide():
+    small = QWEN3_30B_A3B | {"num_experts": 8}
+    assert refusal(check_model_fits, parallel(ep=3), **small) == (
+        "the model does not fit the layout:\n"
+        "  parallel.expert_model_parallel_size = 3: must divide the model's experts (8); this "
+        "model can take 1, 2, 4, 8"
+    )
+
+
+def test_expert_parallel_without_experts():
+    assert refusal(check_model_fits, parallel(ep=2), **QWEN3_8B) == (
+        "the model does not fit the layout:\n"
+        "  parallel.expert_model_parallel_size = 2: the model has no experts; set it to 1: the "
+        "ranks are data-parallel all the same"
+    )
+
+
+def test_experts_under_tensor_parallelism_need_sequence_parallelism():
+    assert refusal(check_model_fits, parallel(tp=2), **QWEN3_30B_A3B) == (
+        "the model does not fit the layout:\n"
+        "  parallel.sequence_parallel = False: without it each of the 2 tensor-parallel ranks "
+        "would send every token to the experts again, and their gradients would count it as "
+        "often; set it to true"
+    )

@@ -50,10 +50,10 @@ GRPO_COMPLAINTS = {
         {"train__packed": False},
         "train.packed = False: padding would exceed a budget in tokens; set train.micro_batch_size",
     ),
-    "expert parallel": (
-        {"parallel__expert_model_parallel_size": 2},
-        "parallel.expert_model_parallel_size = 2: no supported model family has experts yet; set "
-        "it to 1",
+    "ranks that cannot share experts": (
+        {"parallel__expert_model_parallel_size": 2, "cluster__gpus_per_node": 3},
+        "parallel.expert_model_parallel_size = 2: must divide data (3) x context (1), the ranks "
+        "that can share experts; change it, another degree or the number of ranks",
     ),
     "sequence parallel alone": (
         {"parallel__sequence_parallel": True},

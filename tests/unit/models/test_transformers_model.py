@@ -24,9 +24,10 @@ def rewrite(folder, change):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_weights_are_those_of_the_file_bit_by_bit(tie, tmp_path):
-    folder = make_tiny_hf(tmp_path, tie=tie)
+def test_weights_are_those_of_the_file_bit_by_bit(tie, family, tmp_path):
+    folder = make_tiny_hf(tmp_path, family, tie=tie)
     found = dict(named_weights(load_transformers_model(folder, torch.float32, CPU)))
     expected = load_file(folder / "model.safetensors")
     assert sorted(found) == sorted(expected)
@@ -79,11 +80,20 @@ def test_an_unknown_family_is_an_error(tmp_path):
         load_transformers_model(folder, torch.float32, CPU)
 
 
-def test_set_weights_copies_and_keeps_the_parameters(tmp_path):
-    model = load_transformers_model(make_tiny_hf(tmp_path), torch.float32, CPU)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
+def test_set_weights_copies_and_keeps_the_parameters(family, tmp_path):
+    model = load_transformers_model(make_tiny_hf(tmp_path, family), torch.float32, CPU)
     before = {name: value.data_ptr() for name, value in named_weights(model)}
     doubled = {name: 2 * value.double() for name, value in named_weights(model)}
     set_weights(model, doubled.items())
     for name, value in named_weights(model):
         assert torch.equal(value, doubled[name].float())
         assert value.data_ptr() == before[name]
+
+
+def test_set_weights_says_which_expert_is_missing(tmp_path):
+    model = load_transformers_model(make_tiny_hf(tmp_path, "mixtral"), torch.float32, CPU)
+    weights = dict(named_weights(model))
+    del weights["model.layers.1.block_sparse_moe.experts.5.w3.weight"]
+    with pytest.raises(CheckpointError, match=r"layers\.1\.block_sparse_moe\.experts\.5\.w3"):
+        set_weights(model, weights.items())

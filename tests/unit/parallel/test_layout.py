@@ -29,4 +29,7 @@ def test_one_line_says_it_all():
     assert layout.describe() == (
         "tensor 2 (sequence parallel) x pipeline 4 (2 chunks each) x context 1 x data 3"
     )
+    assert Layout(data=4, expert=2).describe() == (
+        "tensor 1 x pipeline 1 x context 1 x data 4 (expert 2)"
+    )
     assert Layout().describe() == "tensor 1 x pipeline 1 x context 1 x data 1"
