@@ -14,55 +14,42 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.parallel.process import Process
 
 
-class MetricReducer:
-    """Adds up shares, takes maxima, over all ranks, in two small collectives a step.
+def reduce_metrics(
+    process: Process, outputs: list[dict[str, Any]], speaks: bool = True
+) -> dict[str, float]:
+    """The metrics of the mini-batch, equal on all ranks: shares add up, of maxima the largest.
 
-    Ranks before the last pipeline stage do not know the metric names; the last rank tells them,
-    once per objective.
+    Args:
+        process: This rank.
+        outputs: {"shares": {name: scalar}, "maxima": {name: scalar}} per micro-batch of this
+            rank; empty before the last pipeline stage.
+        speaks: Whether this rank's numbers count: one of those that computed them.
     """
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self._names: dict[str, tuple[list[str], list[str]]] = {}
-
-    def reduce(
-        self, objective: str, outputs: list[dict[str, Any]], speaks: bool = True
-    ) -> dict[str, float]:
-        """The metrics of the mini-batch, equal on all ranks.
-
-        Args:
-            objective: Its name; the same objective always has the same metrics.
-            outputs: {"shares": {name: scalar}, "maxima": {name: scalar}} per micro-batch of this
-                rank; empty before the last pipeline stage.
-            speaks: Whether this rank's numbers count: one rank per tensor-parallel group.
-        """
-        shares, maxima = self._metric_names(objective, outputs)
-        sums = torch.zeros(len(shares), dtype=torch.float64)
-        peaks = torch.full((len(maxima),), -math.inf, dtype=torch.float64)
-        for output in outputs if speaks else []:
-            sums += torch.stack([output["shares"][n].double() for n in shares]).cpu()
-            if maxima:
-                values = torch.stack([output["maxima"][n].double() for n in maxima]).cpu()
-                peaks = torch.maximum(peaks, values)
-        sums = self._process.all_reduce(sums)
+    shares, maxima = _metric_names(process, outputs)
+    sums = torch.zeros(len(shares), dtype=torch.float64)
+    peaks = torch.full((len(maxima),), -math.inf, dtype=torch.float64)
+    for output in outputs if speaks else []:
+        sums += torch.stack([output["shares"][n].double() for n in shares]).cpu()
         if maxima:
-            peaks = self._process.all_reduce(peaks, op=dist.ReduceOp.MAX)
-        return dict(zip(shares, sums.tolist(), strict=True)) | dict(
-            zip(maxima, peaks.tolist(), strict=True)
-        )
+            values = torch.stack([output["maxima"][n].double() for n in maxima]).cpu()
+            peaks = torch.maximum(peaks, values)
+    sums = process.all_reduce(sums)
+    if maxima:
+        peaks = process.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    return dict(zip(shares, sums.tolist(), strict=True)) | dict(
+        zip(maxima, peaks.tolist(), strict=True)
+    )
 
-    def _metric_names(
-        self, objective: str, outputs: list[dict[str, Any]]
-    ) -> tuple[list[str], list[str]]:
-        if objective not in self._names:
-            names: list[Any] = [None]
-            if outputs:
-                names = [(list(outputs[0]["shares"]), list(outputs[0]["maxima"]))]
-            world_size = self._process.layout.world_size
-            if world_size > 1:
-                dist.broadcast_object_list(names, src=world_size - 1)
-            self._names[objective] = names[0]
-        return self._names[objective]
+
+def _metric_names(process: Process, outputs: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
+    """What is to be reduced. The last rank is always on the last stage, and tells those before."""
+    known: list[Any] = [None]
+    if outputs:
+        known = [(list(outputs[0]["shares"]), list(outputs[0]["maxima"]))]
+    if process.layout.pipeline > 1:
+        dist.broadcast_object_list(known, src=process.layout.world_size - 1)
+    shares, maxima = known[0]
+    return shares, maxima
 
 
 def check_finite(metrics: dict[str, float], grad_norm: float) -> None:

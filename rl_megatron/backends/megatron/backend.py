@@ -21,9 +21,9 @@ from rl_megatron.backends.megatron.optimizer import (
 )
 from rl_megatron.backends.offload import Offloaded
 from rl_megatron.backends.reduce import (
-    MetricReducer,
     check_finite,
     counts_nothing,
+    reduce_metrics,
     step_metrics,
 )
 from rl_megatron.checkpoint.hf_save import iter_hf_weights
@@ -70,7 +70,6 @@ class MegatronBackend:
         self.rules = rules
         self.process = process
         self.micro_batching = micro_batching
-        self._reducer = MetricReducer(process)
         self._offloaded = Offloaded()
         self._optimizer: Any = None
         self._modules: list[Any] = list(chunks)
@@ -118,7 +117,7 @@ class MegatronBackend:
         outputs = self._run(
             batch, self._plan(batch), partial(_loss_share, objective, counts), forward_only=False
         )
-        metrics = self._reducer.reduce(objective.name, outputs, self._speaks)
+        metrics = reduce_metrics(self.process, outputs, self._speaks)
         return metrics | self._step(metrics, lr, skip=counts_nothing(batch))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -70,9 +70,9 @@ def make_micro_batch(batch: PackedBatch, process: Process, packed: bool) -> Micr
         packed: Sequences end to end; otherwise each is padded to the longest.
     """
     place, bounds = _lay_out(batch, packed)
-    multiple, size = process.layout.token_multiple, int(bounds[-1])
+    size = int(bounds[-1])
     # The tail is a sequence of its own, which nobody looks at.
-    tail = -size % multiple if size else multiple
+    tail = process.layout.tail(size)
     if tail:
         bounds = torch.cat([bounds, bounds[-1:] + tail])
     tokens = torch.zeros(size + tail, dtype=torch.int64)

@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rl_megatron.backends.offload import Offloaded
 from rl_megatron.backends.reduce import (
-    MetricReducer,
     check_finite,
     counts_nothing,
+    reduce_metrics,
     step_metrics,
 )
 from rl_megatron.backends.torch.optimizer import MainWeightAdamW
@@ -71,7 +71,6 @@ class TorchBackend:
         self.process = process
         self.micro_batching = micro_batching
         self.temperature = temperature
-        self._reducer = MetricReducer(process)
         self._offloaded = Offloaded()
         self._optimizer: MainWeightAdamW | None = None
         if optimizer is not None:
@@ -99,7 +98,7 @@ class TorchBackend:
             self._optimizer.collect_gradients()
             shares = {LOSS_TOTAL: output.loss.detach(), **output.metrics}
             outputs.append({"shares": shares, "maxima": output.maxima})
-        metrics = self._reducer.reduce(objective.name, outputs)
+        metrics = reduce_metrics(self.process, outputs)
         norm = self._optimizer.gradient_norm()
         check_finite(metrics, norm)
         skip = counts_nothing(batch)
