@@ -42,6 +42,10 @@ class Layout:
         """What the tokens of a micro-batch must divide by (a tail of dummy tokens is added)."""
         return self.row_multiple * (2 * self.context if self.context > 1 else 1)
 
+    def tail(self, num_tokens: int) -> int:
+        """Dummy tokens added to a micro-batch of so many tokens; one of none gets some too."""
+        return -num_tokens % self.token_multiple if num_tokens else self.token_multiple
+
     @property
     def micro_batch_multiple(self) -> int:
         """What the number of micro-batches must divide by (empty ones are added)."""

@@ -24,6 +24,13 @@ def test_what_follows_from_the_degrees(degrees, world_size, token_multiple, micr
     assert layout.micro_batch_multiple == micro_batch_multiple
 
 
+@pytest.mark.parametrize(("num_tokens", "tail"), [(0, 8), (1, 7), (8, 0), (17, 7)])
+def test_the_tail_makes_tokens_divide_and_leaves_no_rank_without(num_tokens, tail):
+    layout = Layout(tensor=2, context=2, sequence_parallel=True)
+    assert layout.tail(num_tokens) == tail
+    assert Layout().tail(num_tokens) == (0 if num_tokens else 1)
+
+
 def test_one_line_says_it_all():
     layout = Layout(tensor=2, pipeline=4, virtual=2, data=3, sequence_parallel=True)
     assert layout.describe() == (

@@ -1,6 +1,6 @@
 """Time and memory of log-probs with and without the logits, forward and backward.
 
-    python tools/bench.py
+    python tools/bench/logprobs.py
 
 Each case runs in a process of its own, so that its peak memory is its own. On a GPU where there is
 one, else on one CPU thread.
