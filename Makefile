@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 SHELL_FILES := $(wildcard slurm/*.sh slurm/*.sbatch .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart real test test-unit test-distributed test-e2e check format bench
+.PHONY: help setup quickstart real test test-unit test-distributed test-e2e parity check format bench
 
 help:
 	@echo "make setup             make $(VENV) with everything in it (a few minutes, once)"
@@ -24,9 +24,10 @@ help:
 	@echo "                       LAYOUT=\"tensor_model_parallel_size=2 ...\" splits it over ranks"
 	@echo "make real              SmolLM2-135M from a package: logits, GRPO, DPO, export (minutes)"
 	@echo "make test              all tests: test-unit (with every YAML), test-distributed, test-e2e"
+	@echo "make parity            every loss on every layout has the numbers of one rank (minutes)"
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make format            rewrite the code in the house format"
-	@echo "make bench             time and memory of log-probs with and without the logits"
+	@echo "make bench             log-probs with and without the logits; packed against padded"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
 
 setup: $(READY)
@@ -66,6 +67,10 @@ test-e2e: $(READY)
 	@echo "test-e2e: recipes and tools from their command line"
 	$(PYTEST) tests/e2e
 
+parity: $(READY)
+	@echo "parity: every loss on every layout against one rank; numbers in runs/parity.json"
+	$(BIN)/python tools/parity.py
+
 check: $(READY)
 	@echo "check: format, lint, types, layers, shell scripts, house rules"
 	$(BIN)/ruff format --check .
@@ -81,5 +86,6 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	@echo "bench: time and memory of log-probs with and without the logits (two minutes)"
-	$(BIN)/python tools/bench.py
+	@echo "bench: log-probs with and without the logits, packed against padded (three minutes)"
+	$(BIN)/python tools/bench/logprobs.py
+	$(BIN)/python tools/bench/packing.py

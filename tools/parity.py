@@ -2,12 +2,12 @@
 
     python tools/parity.py [--only TP2]
 
-Makes a small checkpoint and a batch of ragged sequences and takes one step, in float32, of every
-loss under every aggregation: on one rank, in one micro-batch, without packing, and then in every
-row of tools/parity_cases.py. Prints the worst difference of a parameter's gradient, relative to
-that gradient's norm, and exits with 1 if a gradient is further off than 2e-5, or the loss or
-another metric further than 1e-6 (relative; of numbers below 1e-3, relative to 1e-3). All numbers
-are in runs/parity.json.
+Makes two small checkpoints, one of them with experts, and a batch of ragged sequences. Takes one
+step, in float32, of every loss under every aggregation: on one rank, in one micro-batch, without
+packing, and then in every row of tools/parity_cases.py. Prints the worst difference of a
+parameter's gradient, relative to its norm, and exits with 1 if a gradient is further off than 2e-5,
+or the loss or another metric further than 1e-6 (relative; of numbers below 1e-3, relative to 1e-3).
+All numbers are in runs/parity.json.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ sys.path.insert(0, str(ROOT))
 from rl_megatron.interfaces.metric_names import LOSS_TOTAL  # noqa: E402
 from tools.parity_cases import (  # noqa: E402
     CASES,
-    LONELY_REFERENCE,
-    REFERENCE,
+    MODELS,
+    REFERENCES,
     ROWS,
     Row,
     make_batches,
     make_model,
+    reference_of,
 )
 
 GRADIENT_BOUND = 2e-5
@@ -126,9 +127,8 @@ def run_ranks(folder: Path, world_size: int, rows: Sequence[Row]) -> None:
 
 def compare_row(folder: Path, row: Row) -> dict[str, Difference]:
     """Difference by name of case."""
-    reference = LONELY_REFERENCE if row.lonely else REFERENCE
     found, expected = (
-        torch.load(folder / f"{r.name}.pt", weights_only=False) for r in (row, reference)
+        torch.load(folder / f"{r.name}.pt", weights_only=False) for r in (row, reference_of(row))
     )
     return {case.name: compare(found[case.name], expected[case.name]) for case in CASES}
 
@@ -191,8 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        torch.save(make_batches(make_model(folder / "model")), folder / "batches.pt")
-        everything = [REFERENCE, LONELY_REFERENCE, *rows]
+        for model in MODELS:
+            torch.save(make_batches(make_model(folder / model, model)), folder / f"{model}.pt")
+        everything = [*REFERENCES, *rows]
         for world_size in sorted({row.layout.world_size for row in everything}):
             run_ranks(
                 folder, world_size, [r for r in everything if r.layout.world_size == world_size]

@@ -1,16 +1,21 @@
-"""What tools/parity.py compares: a checkpoint, batches, losses, and ways to split the job."""
+"""What tools/parity.py compares: two checkpoints, batches, losses, and ways to split the job."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.utils import logging
 
 from rl_megatron.data.examples import Example, PreferencePair
@@ -31,6 +36,20 @@ PROMPT_TOKENS = (3, 9, 1, 6, 12, 2, 5, 4)
 RESPONSE_TOKENS = (7, 2, 19, 1, 5, 0, 11, 8)
 MAX_RESPONSE_TOKENS = 24
 WHOLE = 1000
+# By name: the class of the config, and what is particular. An embedding that is the head as well
+# lies on two stages of a pipeline.
+MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "dense": (Qwen3Config, {"tie_word_embeddings": True}),
+    "experts": (
+        Qwen3MoeConfig,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -107,24 +126,26 @@ class Row:
         title: Name of the layout.
         layout: Parallel degrees.
         micro_batching: Sequences (pairs) or tokens of a forward pass.
+        model: One of MODELS.
         lonely: One sequence (pair) only: all data-parallel ranks but one have nothing.
     """
 
     title: str
     layout: Layout
     micro_batching: MicroBatching
+    model: str = "dense"
     lonely: bool = False
 
-    @cached_property
+    @property
     def name(self) -> str:
         """Unique among the rows."""
         split = self.micro_batching
-        if split.max_tokens_per_micro_batch is not None:
-            size = f"{split.max_tokens_per_micro_batch} tokens"
-        else:
+        size = f"{split.max_tokens_per_micro_batch} tokens"
+        if split.micro_batch_size is not None:
             size = "all" if split.micro_batch_size == WHOLE else str(split.micro_batch_size)
-        kind = "packed" if split.packed else "padded"
-        return f"{self.title}, {size} {kind}" + ", idle rank" * self.lonely
+        words = [f"{self.title}: {size} {'packed' if split.packed else 'padded'}"]
+        words += ["idle rank"] * self.lonely + ["experts"] * (self.model == "experts")
+        return ", ".join(words)
 
 
 LAYOUTS = {
@@ -132,12 +153,20 @@ LAYOUTS = {
     "TP2": Layout(tensor=2),
     "TP2+SP": Layout(tensor=2, sequence_parallel=True),
     "PP2": Layout(pipeline=2),
+    "PP2 (1+3 layers)": Layout(pipeline=2, first_stage_layers=1, last_stage_layers=3),
     "PP2xVPP2": Layout(pipeline=2, virtual=2),
     "CP2": Layout(context=2),
     "TP2xPP2": Layout(tensor=2, pipeline=2),
     "TP2xCP2": Layout(tensor=2, context=2),
     "TP2xCP2+SP": Layout(tensor=2, context=2, sequence_parallel=True),
     "DP2xCP2": Layout(data=2, context=2),
+}
+# Experts lie on data- or context-parallel ranks.
+EXPERT_LAYOUTS = {
+    "EP2": Layout(data=2, expert=2),
+    "EP2, CP2": Layout(context=2, expert=2),
+    "EP2xPP2": Layout(pipeline=2, data=2, expert=2),
+    "EP2xTP2+SP": Layout(tensor=2, data=2, expert=2, sequence_parallel=True),
 }
 
 
@@ -146,9 +175,12 @@ def sequences(number: int, packed: bool = True) -> MicroBatching:
     return MicroBatching(micro_batch_size=number, packed=packed)
 
 
-# What all others are compared with: one micro-batch, and nothing packed.
-REFERENCE = Row("one rank", Layout(), sequences(WHOLE, packed=False))
-LONELY_REFERENCE = Row("one rank", Layout(), sequences(WHOLE, packed=False), lonely=True)
+# What all others are compared with: one rank, one micro-batch, and nothing packed.
+REFERENCES = tuple(
+    Row("one rank", Layout(), sequences(WHOLE, packed=False), model, lonely)
+    for model in MODELS
+    for lonely in (False, True)
+)
 
 
 def _rows() -> Iterator[Row]:
@@ -157,25 +189,33 @@ def _rows() -> Iterator[Row]:
     yield Row("one rank", Layout(), sequences(1, packed=False))
     yield Row("one rank", Layout(), sequences(2, packed=False))
     yield Row("one rank", Layout(), MicroBatching(max_tokens_per_micro_batch=40))
-    for title, layout in LAYOUTS.items():
-        yield Row(title, layout, sequences(2))
-        yield Row(title, layout, sequences(WHOLE, packed=False))
-        if layout.data > 1:
-            yield Row(title, layout, sequences(1), lonely=True)
+    yield Row("one rank", Layout(), sequences(1), "experts")
+    for model, layouts in (("dense", LAYOUTS), ("experts", EXPERT_LAYOUTS)):
+        for title, layout in layouts.items():
+            yield Row(title, layout, sequences(2), model)
+            yield Row(title, layout, sequences(WHOLE, packed=False), model)
+            if layout.data > 1:
+                yield Row(title, layout, sequences(1), model, lonely=True)
 
 
 ROWS = tuple(_rows())
 
 
-def make_model(folder: Path) -> PreTrainedModel:
-    """A small random Qwen3 in float32, saved in `folder`.
+def reference_of(row: Row) -> Row:
+    """What the row is compared with."""
+    return next(r for r in REFERENCES if (r.model, r.lonely) == (row.model, row.lonely))
 
-    Its embedding is its head, which lies on two stages of a pipeline; its layers are as many as two
-    stages of two chunks need. No distribution is flat, and log-probs stay below 8 nats as a rule:
-    where they are larger the next float32 is 1e-6 away, and a ratio can be no closer than that.
+
+def make_model(folder: Path, name: str) -> PreTrainedModel:
+    """A small random model of MODELS in float32, saved in `folder`.
+
+    Its layers are as many as two stages of two chunks need. No distribution is flat, and log-probs
+    stay below 8 nats as a rule: where they are larger the next float32 is 1e-6 away, and a ratio
+    can be no closer than that.
     """
     logging.disable_progress_bar()
-    config = Qwen3Config(
+    config_class, settings = MODELS[name]
+    config = config_class(
         vocab_size=VOCAB_SIZE,
         num_hidden_layers=4,
         hidden_size=32,
@@ -184,7 +224,7 @@ def make_model(folder: Path) -> PreTrainedModel:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=256,
-        tie_word_embeddings=True,
+        **settings,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
@@ -194,7 +234,7 @@ def make_model(folder: Path) -> PreTrainedModel:
             if "norm" in name:
                 parameter.copy_(1 + 0.1 * noise)
             else:
-                parameter.copy_((0.1 if "embed" in name else 0.15) * noise)
+                parameter.copy_((0.1 if "embed" in name or "head" in name else 0.15) * noise)
     model.save_pretrained(folder)
     return model
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m tools.parity_job FOLDER NAME_OF_A_ROW ...
 
-Reads FOLDER/model and FOLDER/batches.pt and writes FOLDER/<name of row>.pt.
+Reads FOLDER/<model> and FOLDER/<model>.pt, its batches, and writes FOLDER/<name of row>.pt.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from rl_megatron.models.families import read_shape, weight_rules
 from rl_megatron.parallel.process import Process, start_megatron, stop
 from tools.parity_cases import (
     CASES,
-    LONELY_REFERENCE,
-    REFERENCE,
+    REFERENCES,
     ROWS,
     TEMPERATURE,
     VOCAB_DIVISOR,
@@ -45,11 +44,11 @@ def main(arguments: Sequence[str]) -> None:
     folder, names = Path(arguments[0]), arguments[1:]
     log.silence_megatron_warnings()
     torch.set_num_threads(1)
-    batches = torch.load(folder / "batches.pt", weights_only=False)
-    rows = [row for row in (REFERENCE, LONELY_REFERENCE, *ROWS) if row.name in names]
-    for layout, members in groupby(rows, key=lambda row: row.layout):
+    rows = [row for row in (*REFERENCES, *ROWS) if row.name in names]
+    for (layout, model), members in groupby(rows, key=lambda row: (row.layout, row.model)):
         process = start_megatron(layout, seed=0)
-        backend = make_backend(folder / "model", process)
+        backend = make_backend(folder / model, process)
+        batches = torch.load(folder / f"{model}.pt", weights_only=False)
         for row in members:
             results = run_row(backend, row, CASES, batches)
             if process.is_main:
@@ -76,7 +75,7 @@ def make_backend(folder: Path, process: Process) -> MegatronBackend:
         chunks,
         rules,
         process,
-        REFERENCE.micro_batching,
+        REFERENCES[0].micro_batching,
         OptimizerConfig(clip_grad=0.0),
         distributed_optimizer=False,
     )
