@@ -39,6 +39,10 @@ def transformer_config(
     """
     layout = process.layout
     interleaved = layout.virtual > 1
+    first_stage_layers = layout.first_stage_layers
+    if layout.pipeline == 2 and layout.last_stage_layers is not None:
+        # It follows from the last one's, and Megatron divides by the number of other stages.
+        first_stage_layers = None
     recompute_settings: dict[str, Any] = {}
     if recompute == "full":
         recompute_settings = {
@@ -68,7 +72,7 @@ def transformer_config(
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         sequence_parallel=layout.sequence_parallel,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_first_pipeline_stage=first_stage_layers,
         num_layers_in_last_pipeline_stage=layout.last_stage_layers,
         # Batched p2p swaps forward and backward tensors when both neighbours are one rank.
         overlap_p2p_comm=interleaved,
@@ -220,4 +224,16 @@ def build_model(
             vp_stage=vp_stage,
         )
         chunks.append(model.to(device=process.device, dtype=dtype))
+        _mark_experts(chunks[-1])
     return chunks
+
+
+def _mark_experts(model: PolicyModel) -> None:
+    """Give experts an optimizer of their own, as Megatron does where several ranks share them.
+
+    Done where one rank has them all, too, optimizer states have one form and are read under any
+    number of ranks.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]

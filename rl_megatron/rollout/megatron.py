@@ -2,7 +2,7 @@
 
 Every data-parallel replica samples its share of the requests; within a replica all ranks walk
 through the same steps. Replicas that share experts make as many forward passes as the longest of
-them, the others' idle ones on dummy tokens. The key-value cache lives in our core attention (models/sequence.py).
+them, some on dummy tokens. The key-value cache lives in our core attention (models/sequence.py).
 """
 
 from __future__ import annotations

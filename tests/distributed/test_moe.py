@@ -170,6 +170,27 @@ def off_the_oracle(found, folder, batch, objective):
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_one_rank_agrees_with_the_torch_backend(model, problem, at_one_rank):
+    from rl_megatron.backends.torch import TorchBackend
+    from rl_megatron.parallel.process import start_single
+
+    folder, batches = problem[model]
+    for objective, batch in batches.items():
+        backend = TorchBackend(
+            folder,
+            start_single(),
+            MicroBatching(micro_batch_size=3),
+            TEMPERATURE,
+            optimizer=OPTIMIZER,
+        )
+        metrics, weights, _ = at_one_rank[model][objective]
+        for lr, expected in zip((1e-3, 5e-4), metrics, strict=True):
+            found = backend.train_step(batch, OBJECTIVES[objective], lr)
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-8)
+        assert_close_weights(weights_of(backend), weights)
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_gradients_of_one_rank_are_those_of_the_oracle(model, problem, at_one_rank):
     folder, batches = problem[model]
     for objective, batch in batches.items():
@@ -313,7 +334,8 @@ def number_experts(folder):
 def assert_same_files(output, expected):
     found = load_file(output / "model.safetensors")
     assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert [n for n in found if found[n].dtype != expected[n].dtype] == []
+    assert [n for n in found if not torch.equal(found[n], expected[n])] == []
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -365,3 +387,18 @@ def test_ck_05_gate_and_up_halves_are_cut_one_by_one_under_expert_tensor_paralle
         assert len(shards) == 2 * 4
         for shard in shards:
             assert shard[:, 0].tolist() == rows[rank % 2]
+
+
+def test_ck_07_a_router_in_float32_stays_so_beside_bfloat16(pool, tmp_path):
+    hf = make_tiny_hf(tmp_path / "hf", "mixtral", dtype=torch.bfloat16)
+    tensors = load_file(hf / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("gate.weight")]:
+        tensors[name] = tensors[name].float() + 0.1234567
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    for source, step in ((hf, "first"), (tmp_path / "first", "second")):
+        pool(2).run(import_job, "ep2", source, tmp_path / f"{step}-megatron")
+        pool(1).run(export_job, "tp1", tmp_path / f"{step}-megatron", tmp_path / step)
+    assert_same_files(tmp_path / "first", tensors)
+    first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
+    assert {str(t.dtype) for t in load_file(first).values()} == {"torch.float32", "torch.bfloat16"}

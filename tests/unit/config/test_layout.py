@@ -140,6 +140,8 @@ def test_tensor_and_pipeline_are_reported_together():
         ),
         (parallel(pp=2, first=16, last=16), "0 equal stages cannot share 4 layers"),
         (parallel(pp=3, first=18, last=18), "1 equal stages cannot share 0 layers"),
+        # CK-10: 15 layers over two stages; no layer may be lost.
+        (parallel(pp=4, first=12, last=9), "2 equal stages cannot share 15 layers"),
         (parallel(pp=2, first=40), "1 equal stages cannot share -4 layers"),
         (
             parallel(pp=4, vpp=2),

@@ -83,7 +83,7 @@ def test_nothing_is_installed_where_a_cuda_device_exists(monkeypatch):
     def fail(*_):
         raise AssertionError("something was patched")
 
-    for name in ("_torch_view", "_patch_tensor_methods", "_patch_random"):
+    for name in ("_torch_view", "_patch_tensor_methods", "_patch_random", "_patch_experts"):
         monkeypatch.setattr(cpu_runtime, name, fail)
     monkeypatch.setattr(cpu_runtime.importlib, "import_module", fail)
     cpu_runtime.install()
