@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique among the cases; that of the objective too."""
-        return self.objective.name
+        """Unique among the cases."""
+        return f"{self.loss}, {self.aggregation}"
 
     def batch(self, batches: dict[bool, PackedBatch]) -> PackedBatch:
         """The batch of this case from those without and with pairs."""
@@ -94,11 +94,6 @@ DPO_LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-def _case(loss: str, aggregation: str, objective: Objective, **more: Any) -> Case:
-    """A backend knows objectives with other metrics by other names."""
-    return Case(loss, aggregation, replace(objective, name=f"{loss}, {aggregation}"), **more)
-
-
 def _cases() -> Iterator[Case]:
     for mode in LOSS_AGG_MODES:
         common: dict[str, Any] = {
@@ -106,13 +101,13 @@ def _cases() -> Iterator[Case]:
             "loss_agg_mode": mode,
         }
         for name, settings in GRPO_LOSSES.items():
-            yield _case(name, mode, grpo_objective(**common, **settings))
+            yield Case(name, mode, grpo_objective(**common, **settings))
         for kind, level in (("truncate", "token"), ("mask", "sequence")):
             weights = {"rollout_is": kind, "rollout_is_level": level}
-            yield _case(f"IS {kind}", mode, grpo_objective(**common), weights=weights)
+            yield Case(f"IS {kind}", mode, grpo_objective(**common), weights=weights)
     for name, settings in DPO_LOSSES.items():
-        yield _case(name, "pairs", dpo_objective(beta=0.1, **settings), paired=True)
-    yield _case("SFT", "token-mean", sft_objective())
+        yield Case(name, "pairs", dpo_objective(beta=0.1, **settings), paired=True)
+    yield Case("SFT", "token-mean", sft_objective())
 
 
 CASES = tuple(_cases())

@@ -3,13 +3,13 @@
     python tools/bench/packing.py [--json]
 
 Lengths are log-normal as those of chats are: median 400, at most 4096, and micro-batches of 8192
-tokens. Real are the tokens of sequences; computed are all that go through the layers: padding, the
-tails that a layout needs to divide, and empty micro-batches too. The share is that of real among
-computed tokens; "of budget" among those that the micro-batches could hold, and "of blocks" among
-those of the right-padded blocks that attention is computed in where no kernel takes unequal
-lengths. Padded micro-batches hold two sequences, which is what 8192 tokens are sure to hold. The
-step is one of SFT on one rank and one CPU thread, of a small model, lengths and budget being a
-sixteenth as long.
+tokens, each one pass. Real are the tokens of sequences; computed are all that go through the
+layers: padding, the tails that a layout needs to divide, and empty micro-batches too. The share is
+that of real among computed tokens; "of budget" among those that the micro-batches could hold, and
+"of blocks" among those of the right-padded blocks that attention is computed in where no kernel
+takes unequal lengths. Padded micro-batches hold two sequences, which is what 8192 tokens are sure
+to hold. The step is one of SFT on one rank and one CPU thread, of a small model, lengths and budget
+being a sixteenth as long.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config
@@ -58,8 +59,8 @@ PADDED = MicroBatching(micro_batch_size=BUDGET // LONGEST, packed=False)
 SCALE, STEP_SEQUENCES, REPEATS, VOCAB_SIZE = 16, 96, 2, 512
 STEPS = {
     "packed": MicroBatching(max_tokens_per_micro_batch=BUDGET // SCALE),
-    "padded, 2 sequences": PADDED,
-    "padded, 8 sequences": MicroBatching(micro_batch_size=8, packed=False),
+    "padded, 2 each": PADDED,
+    "padded, 8 each": MicroBatching(micro_batch_size=8, packed=False),
 }
 
 
@@ -183,8 +184,10 @@ def _model_config() -> Qwen3Config:
 
 def efficiency_table(rows: Sequence[Efficiency]) -> Table:
     """For the terminal."""
-    table = Table(title=f"{SEQUENCES} sequences, median {MEDIAN}, at most {LONGEST} tokens")
-    columns = ("layout", "way", "micro-batches", "real", "computed", "share", "of budget")
+    table = Table(
+        box=SIMPLE, title=f"{SEQUENCES} sequences, median {MEDIAN}, at most {LONGEST} tokens"
+    )
+    columns = ("layout", "way", "passes", "real", "computed", "share", "of budget")
     for index, column in enumerate((*columns, "of blocks")):
         table.add_column(column, justify="left" if index < 2 else "right")
     for row in rows:
@@ -203,8 +206,10 @@ def efficiency_table(rows: Sequence[Efficiency]) -> Table:
 
 def step_table(rows: Sequence[StepTime]) -> Table:
     """For the terminal."""
-    table = Table(title=f"A step on {STEP_SEQUENCES} sequences, lengths and budget / {SCALE}")
-    for column in ("way", "micro-batches", "real", "computed", "seconds", "real tokens/s"):
+    table = Table(
+        box=SIMPLE, title=f"A step on {STEP_SEQUENCES} sequences, lengths and budget / {SCALE}"
+    )
+    for column in ("way", "passes", "real", "computed", "seconds", "real tokens/s"):
         table.add_column(column, justify="left" if column == "way" else "right")
     for row in rows:
         table.add_row(
