@@ -112,15 +112,19 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    output: Tensor, parts: list[Tensor], *more: Any, group: ProcessGroup | None = None
+    output: Tensor,
+    parts: list[Tensor],
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    **more: Any,
 ) -> Any:
     """`dist.reduce_scatter` of parts that need not be of one size, which gloo refuses."""
-    if more or len({part.shape for part in parts}) == 1:
-        return dist.reduce_scatter(output, parts, *more, group=group)
+    if len({part.shape for part in parts}) == 1:
+        return dist.reduce_scatter(output, parts, op, group, **more)
     for rank, part in enumerate(parts):
         total = part.clone()
         if part.numel():
-            dist.reduce(total, group=group, group_dst=rank)
+            dist.reduce(total, op=op, group=group, group_dst=rank)
         if rank == dist.get_rank(group):
             output.copy_(total)
     return None
