@@ -87,9 +87,11 @@ def _statistics(z: Tensor, column: Tensor) -> Tensor:
 def _merge(shards: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(m, ln s, entropy, z_y) [rows] of the whole vocabulary from shards [num_shards, 4, rows].
 
-    m and ln s are kept apart: z - m is exact where z is close to m, however large both are.
+    m and ln s are kept apart: z - m is exact where z is close to m, however large both are. All in
+    float64, which is nothing for a number per row: ln s is a few nats, where one float32 is 5e-7
+    from the next, and that would be the better part of the difference between two layouts.
     """
-    m, s, u, z_y = shards.unbind(dim=1)
+    m, s, u, z_y = shards.double().unbind(dim=1)
     top = m.max(dim=0).values
     shift = torch.where(m == -torch.inf, 0.0, m - top)
     scale = torch.where(m == -torch.inf, 0.0, shift.exp())
@@ -139,7 +141,8 @@ class _LinearLogprob(torch.autograd.Function):
         top, log_sum, row_entropy, z_y = _merge(shards)
         logprob = used.new_zeros(len(targets), dtype=dtype)
         entropy = torch.zeros_like(logprob)
-        logprob[rows] = z_y - top - log_sum
+        logprob[rows] = (z_y - top - log_sum).to(dtype)
+        top, log_sum, row_entropy = (x.to(dtype) for x in (top, log_sum, row_entropy))
         entropy[rows] = row_entropy
         ctx.save_for_backward(hidden, weight, rows, column, top, log_sum, row_entropy)
         ctx.numbers = (temperature, valid, group, split, dtype)
