@@ -48,7 +48,7 @@ GRPO_COMPLAINTS = {
     ),
     "padding to a budget in tokens": (
         {"train__packed": False},
-        "train.packed = False: padding would exceed a budget in tokens; set train.micro_batch_size",
+        "train.packed = false: padding would exceed a budget in tokens; set train.micro_batch_size",
     ),
     "ranks that cannot share experts": (
         {"parallel__expert_model_parallel_size": 2, "cluster__gpus_per_node": 3},

@@ -1,12 +1,14 @@
 """Mistakes in model, data, rewards or layout are told before the first step, with the remedy."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from rl_megatron.config import DPORun, GRPORun, SFTRun, build_run
 from rl_megatron.errors import CheckpointError, ConfigError, DataError
+from rl_megatron.metrics.timing import Span
 from rl_megatron.parallel.layout import Layout
 from rl_megatron.parallel.process import Process
 from rl_megatron.runtime.build import build_policy, start_process
@@ -142,7 +144,11 @@ def test_held_out_rows_without_the_answer(task):
 
 def test_a_reward_that_asks_for_no_answer_needs_none(task):
     rewards = [{"name": "length", "max_tokens": 3}]
-    assert build_grpo(grpo(task, "sft.jsonl", rewards=rewards), ALONE).prompts(1)[0].answer is None
+    settings = {"rollout__prompts_per_batch": 2, "rollout__max_response_tokens": 4}
+    run = grpo(task, "sft.jsonl", rewards=rewards, **settings)
+    sampled = build_grpo(run, ALONE).groups.sample(1, lambda name: nullcontext(Span()))
+    assert {rollout.prompt.answer for rollout in sampled.rollouts} == {None}
+    assert None not in sampled.scores.rewards
 
 
 def test_a_reward_function_that_is_not_there(task):
