@@ -46,6 +46,7 @@ LAYOUTS: dict[str, Layout] = {
 VOCAB_DIVISOR = 8
 
 _last: list[Process] = []
+_made: list[MegatronBackend] = []
 
 
 def start(layout: str) -> Process:
@@ -57,7 +58,12 @@ def start(layout: str) -> Process:
         _last[0].layout == LAYOUTS[layout]
         and parallel_state.get_tensor_model_parallel_group() is _last[0].tensor_group
     ):
-        _last[:] = [start_megatron(LAYOUTS[layout], seed=0)]
+        # What a test left open would keep the groups of its layout, and their threads, alive.
+        for backend in _made:
+            backend.close()
+        _made.clear()
+        _last.clear()
+        _last.append(start_megatron(LAYOUTS[layout], seed=0))
     return _last[0]
 
 
@@ -82,7 +88,11 @@ def make_backend(
     rules = weight_rules(shape, VOCAB_DIVISOR)
     chunks = build_model(shape, process, dtype, VOCAB_DIVISOR, temperature, recompute)
     load_hf_weights(chunks, rules, folder, process)
-    return MegatronBackend(chunks, rules, process, micro_batching, optimizer, distributed_optimizer)
+    backend = MegatronBackend(
+        chunks, rules, process, micro_batching, optimizer, distributed_optimizer
+    )
+    _made.append(backend)
+    return backend
 
 
 def parameters_of(backend: MegatronBackend) -> list[Tensor]:

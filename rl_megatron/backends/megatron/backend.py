@@ -143,6 +143,11 @@ class MegatronBackend:
 
     def close(self) -> None:
         """Drop model and optimizer."""
+        if self._optimizer is not None:
+            for wrapper in self._modules:
+                # Hooks that autograd keeps hold Megatron's wrapper, which holds model, buffers and
+                # groups: a circle that Python's collector does not see through.
+                vars(wrapper).clear()
         self._modules = []
         self.chunks = []
         self._optimizer = None
