@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,16 @@ def run_ranks(folder: Path, world_size: int, rows: Sequence[Row]) -> None:
         raise SystemExit(f"parity: the job of {world_size} ranks failed, see above")
 
 
+@cache
+def load_reference(path: Path) -> Any:
+    """Results by name of case; many rows are compared with the same."""
+    return torch.load(path)
+
+
 def compare_row(folder: Path, row: Row) -> dict[str, Difference]:
     """Difference by name of case."""
-    found, expected = (
-        torch.load(folder / f"{r.name}.pt", weights_only=False) for r in (row, reference_of(row))
-    )
+    found = torch.load(folder / f"{row.name}.pt")
+    expected = load_reference(folder / f"{reference_of(row).name}.pt")
     return {case.name: compare(found[case.name], expected[case.name]) for case in CASES}
 
 
@@ -174,7 +180,7 @@ def make_table(differences: dict[str, dict[str, Difference]]) -> Table:
 
 
 def _cell(value: float, bound: float) -> str:
-    text = f"{value:.1e}".replace("e-0", "e-")
+    text = f"{value:.1e}".replace("e-0", "e-") if value else "0"
     return text if value <= bound else f"[bold red]{text}[/]"
 
 
@@ -203,9 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    Console(width=max(Console().width, 150)).print(make_table(differences))
+    Console(width=max(Console().width, 140)).print(make_table(differences))
     print(
-        f"parity: {len(rows)} rows x {len(CASES)} losses in {report['seconds']} s; worst gradient "
+        f"parity: {len(rows)} rows x {len(CASES)} cases in {report['seconds']} s; worst gradient "
         f"{report['worst_gradient']:.2g} (bound {GRADIENT_BOUND:.0e}), worst loss "
         f"{report['worst_loss']:.2g}, worst metric {report['worst_metric']:.2g} (bound "
         f"{METRIC_BOUND:.0e}): {'equal' if report['equal'] else 'NOT EQUAL'}; {REPORT}"

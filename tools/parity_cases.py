@@ -31,7 +31,7 @@ TEMPERATURE = 0.8
 VOCAB_SIZE = 131
 # 131 tokens are padded to 136 rows on one tensor-parallel rank and to 144 on two.
 VOCAB_DIVISOR = 8
-# One response is empty, and so is one side of a pair. The first sequence is trained on.
+# One response is empty, and so is one side of a pair.
 PROMPT_TOKENS = (3, 9, 1, 6, 12, 2, 5, 4)
 RESPONSE_TOKENS = (7, 2, 19, 1, 5, 0, 11, 8)
 MAX_RESPONSE_TOKENS = 24
@@ -139,8 +139,7 @@ class Row:
         if split.micro_batch_size is not None:
             size = "all" if split.micro_batch_size == WHOLE else str(split.micro_batch_size)
         words = [f"{self.title}: {size} {'packed' if split.packed else 'padded'}"]
-        words += ["idle rank"] * self.lonely + ["experts"] * (self.model == "experts")
-        return ", ".join(words)
+        return ", ".join(words + ["idle rank"] * self.lonely)
 
 
 LAYOUTS = {
@@ -172,8 +171,8 @@ def sequences(number: int, packed: bool = True) -> MicroBatching:
 
 # What all others are compared with: one rank, one micro-batch, and nothing packed.
 REFERENCES = tuple(
-    Row("one rank", Layout(), sequences(WHOLE, packed=False), model, lonely)
-    for model in MODELS
+    Row(title, Layout(), sequences(WHOLE, packed=False), model, lonely)
+    for model, title in (("dense", "one rank"), ("experts", "one rank, experts"))
     for lonely in (False, True)
 )
 
@@ -184,7 +183,7 @@ def _rows() -> Iterator[Row]:
     yield Row("one rank", Layout(), sequences(1, packed=False))
     yield Row("one rank", Layout(), sequences(2, packed=False))
     yield Row("one rank", Layout(), MicroBatching(max_tokens_per_micro_batch=40))
-    yield Row("one rank", Layout(), sequences(1), "experts")
+    yield Row("one rank, experts", Layout(), sequences(1), "experts")
     for model, layouts in (("dense", LAYOUTS), ("experts", EXPERT_LAYOUTS)):
         for title, layout in layouts.items():
             yield Row(title, layout, sequences(2), model)
@@ -238,8 +237,9 @@ def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
     """The batch without and with pairs: the same sequences, and every field that a loss reads.
 
     Log-probs of old policy, engine and reference are those of the model and noise, so that ratios
-    lie on both sides of every bound. Advantages and distances to the reference lean to one side: a
-    mean in which everything cancels would have no digits to compare.
+    lie on both sides of every bound. Advantages and distances to the reference lean to one side,
+    and the old policy is some way off: a mean in which everything cancels, or a divergence that is
+    nearly 0, has no digits to compare.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -253,13 +253,13 @@ def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
     sides = zip(examples[0::2], examples[1::2], strict=True)
     batch = pack_sft(examples)
     logprobs = model_logprobs(model, batch)
-    noise = 0.3 * torch.randn(4, batch.num_tokens, generator=generator)
+    noise = torch.randn(4, batch.num_tokens, generator=generator)
     lean = torch.where(batch.segment_ids % 2 == 0, -0.5, 0.5)
     fields = {
-        "old_logprobs": logprobs + noise[0],
-        "rollout_logprobs": logprobs + noise[0] + noise[1],
-        "ref_logprobs": logprobs + noise[2] + lean,
-        "advantages": 1 + 3 * noise[3],
+        "old_logprobs": logprobs + 0.5 * noise[0],
+        "rollout_logprobs": logprobs + 0.5 * noise[0] + 0.3 * noise[1],
+        "ref_logprobs": logprobs + 0.3 * noise[2] + lean,
+        "advantages": 1 + noise[3],
     }
     pairs = pack_preferences([PreferencePair(i, *pair) for i, pair in enumerate(sides)])
     return {False: batch.with_fields(**fields), True: pairs.with_fields(**fields)}
@@ -276,5 +276,5 @@ def model_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
 
 
 def lonely(batches: dict[bool, PackedBatch]) -> dict[bool, PackedBatch]:
-    """The first sequence, and the first pair, alone."""
-    return {False: batches[False].select([0]), True: batches[True].select([0, 1])}
+    """The sequence with the longest response, and its pair, alone."""
+    return {False: batches[False].select([2]), True: batches[True].select([2, 3])}

@@ -20,8 +20,10 @@ from tools.parity_cases import (
     CASES,
     REFERENCES,
     ROWS,
+    lonely,
     make_batches,
     make_model,
+    model_logprobs,
     reference_of,
 )
 
@@ -111,14 +113,22 @@ def test_every_loss_under_every_aggregation_on_every_axis():
         assert reference.layout.world_size == 1 and not reference.micro_batching.packed
 
 
-def test_batches_are_ragged_and_reach_every_bound(tmp_path):
-    batches = make_batches(make_model(tmp_path, "dense"))
+def test_batches_are_ragged_and_reach_the_bounds(tmp_path):
+    model = make_model(tmp_path, "dense")
+    batches = make_batches(model)
     plain = batches[False]
-    responses = [int(part.sum()) for part in plain.response_mask.split(plain.lengths.tolist())]
+    mask = plain.response_mask
+    responses = [int(part.sum()) for part in mask.split(plain.lengths.tolist())]
     assert min(responses) == 0 and len(set(responses)) == len(responses)
+    assert int(lonely(batches)[False].response_mask.sum()) == max(responses)
     for case in CASES:
         batch = case.batch(batches)
         assert batch.paired == case.paired
         assert bool((case.objective.weigh(batch).loss_weights != 0).any())
-    ratio = (plain.old_logprobs - plain.rollout_logprobs)[plain.response_mask].exp()
-    assert float(ratio.max()) > 2 > 1 > float(ratio.min())
+    logprobs = model_logprobs(model, plain)
+    assert float(logprobs[mask].min()) > -8
+    gain = plain.advantages[mask] > 0
+    ratio = (logprobs - plain.old_logprobs)[mask].exp()
+    assert bool((ratio[gain] > 1.2).any()) and bool((ratio[~gain] < 0.8).any())
+    weight = (plain.old_logprobs - plain.rollout_logprobs)[mask].exp()
+    assert float(weight.max()) > 2
