@@ -110,12 +110,20 @@ class Pool:
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the processes."""
-        for worker, channel in self._workers:
+        """End the processes.
+
+        One that waits for a job ends by itself, and with it what it has started (Megatron keeps a
+        process for writing checkpoints); one that hangs does not.
+        """
+        for _, channel in self._workers:
             channel.close()
-            worker.terminate()
+        deadline = time.monotonic() + 5
         for worker, _ in self._workers:
-            worker.join(10)
+            worker.join(max(0.0, deadline - time.monotonic()))
+        for worker, _ in self._workers:
+            if worker.is_alive():
+                worker.terminate()
+                worker.join(10)
             if worker.is_alive():
                 worker.kill()
         self._workers = []
