@@ -24,7 +24,7 @@ help:
 	@echo "                       LAYOUT=\"tensor_model_parallel_size=2 ...\" splits it over ranks"
 	@echo "make real              SmolLM2-135M from a package: logits, GRPO, DPO, export (minutes)"
 	@echo "make test              all tests: test-unit (with every YAML), test-distributed, test-e2e"
-	@echo "make parity            every loss on every layout has the numbers of one rank (minutes)"
+	@echo "make parity            every loss on every layout has the numbers of one rank (5 minutes)"
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make format            rewrite the code in the house format"
 	@echo "make bench             log-probs with and without the logits; packed against padded"
@@ -68,7 +68,7 @@ test-e2e: $(READY)
 	$(PYTEST) tests/e2e
 
 parity: $(READY)
-	@echo "parity: every loss on every layout against one rank; numbers in runs/parity.json"
+	@echo "parity: every loss on every layout against one rank (5 minutes); numbers in runs/parity.json"
 	$(BIN)/python tools/parity.py
 
 check: $(READY)

@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    Console(width=max(Console().width, 140)).print(make_table(differences))
+    Console(width=max(Console().width, 160)).print(make_table(differences))
     print(
         f"parity: {len(rows)} rows x {len(CASES)} cases in {report['seconds']} s; worst gradient "
         f"{report['worst_gradient']:.2g} (bound {GRADIENT_BOUND:.0e}), worst loss "
