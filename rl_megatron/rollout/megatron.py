@@ -81,20 +81,16 @@ class MegatronEngine:
         For checks: a model is never trained through them. Equal on all ranks; every replica
         computes all of it.
         """
-        ids = [token for sequence in sequences for token in sequence]
-        ends = torch.tensor([len(sequence) for sequence in sequences]).cumsum(0)
-        bounds = torch.nn.functional.pad(ends, (1, 0))
-        tail = -len(ids) % self._process.layout.row_multiple
-        if tail:
-            bounds = torch.cat([bounds, bounds[-1:] + tail])
+        tokens, bounds = self._end_to_end(sequences)
+        size = sum(len(sequence) for sequence in sequences)
         with inference_mode():
             context = packed_context(bounds, self._inverse_frequencies, self._process.device)
-            hidden = self._forward(torch.tensor(ids + [0] * tail), context)
-            shape = (len(ids), self._chunks[0].shape.vocab_size)
+            hidden = self._forward(tokens, context)
+            shape = (size, self._chunks[0].shape.vocab_size)
             result = torch.zeros(shape, device=self._process.device)
             head = self._head()
             if hidden is not None and head is not None:
-                result = self._logits(hidden[: len(ids)], head)
+                result = self._logits(hidden[:size], head)
             return self._from_last_stage(result.contiguous())
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
@@ -159,21 +155,26 @@ class MegatronEngine:
         slices = list(_by_tokens(prompts, _PREFILL_TOKENS))
         idle_passes = process.expert_maximum(len(slices)) - len(slices)
         for first, group in slices:
-            ids = [token for prompt in group for token in prompt.token_ids]
-            ends = torch.tensor([len(prompt.token_ids) for prompt in group]).cumsum(0)
-            bounds = torch.nn.functional.pad(ends, (1, 0))
-            tail = -len(ids) % multiple
-            if tail:
-                bounds = torch.cat([bounds, bounds[-1:] + tail])
+            tokens, bounds = self._end_to_end([prompt.token_ids for prompt in group])
             context = prefill_context(bounds, self._inverse_frequencies, cache, first)
-            hidden = self._forward(torch.tensor(ids + [0] * tail), context)
+            hidden = self._forward(tokens, context)
             if hidden is not None:
-                last.append(hidden[(ends - 1).to(hidden.device)])
+                ends = bounds[1 : len(group) + 1] - 1
+                last.append(hidden[ends.to(hidden.device)])
         for _ in range(idle_passes):
             bounds = torch.tensor([0, multiple])
             context = packed_context(bounds, self._inverse_frequencies, process.device)
             self._forward(torch.zeros(multiple, dtype=torch.int64), context)
         return cache, torch.cat(last) if last else None
+
+    def _end_to_end(self, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Tokens and boundaries of the sequences; a tail of dummy tokens lets the layout divide."""
+        ids = [token for sequence in sequences for token in sequence]
+        sizes = [len(sequence) for sequence in sequences]
+        tail = -len(ids) % self._process.layout.row_multiple
+        if tail:
+            ids, sizes = ids + [0] * tail, [*sizes, tail]
+        return torch.tensor(ids), torch.tensor([0, *sizes]).cumsum(0)
 
     def _decode_step(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
         """Append one token to every row of the cache; (last stage) the hidden states after it."""

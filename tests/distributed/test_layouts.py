@@ -15,7 +15,7 @@ from tests.helpers.backend_contract import (
     OPTIMIZER,
     TEMPERATURE,
     assert_close_weights,
-    make_batch,
+    lopsided_batch,
     weights_of,
 )
 from tests.helpers.megatron_job import (
@@ -64,24 +64,6 @@ STEPS = {"qwen3-tied": EVERY_STEP, "qwen2": [("grpo-sequences", "2"), ("dpo", "1
 NO_CLIPPING = OPTIMIZER.model_copy(update={"clip_grad": 0.0})
 
 
-def batch_for(objective, folder):
-    """Ratios on both sides of the clipping bounds; one response is empty where there are no pairs.
-
-    Advantages and distances to the reference lean to one side: a mean in which everything cancels
-    would have no digits to compare.
-    """
-    batch = make_batch(paired=objective == "dpo")
-    generator = torch.Generator().manual_seed(7)
-    logprobs = batch_logprobs(oracle_model(folder), batch, TEMPERATURE).detach().float()
-    noise = 0.3 * torch.randn(2, batch.num_tokens, generator=generator)
-    lean = torch.where(batch.segment_ids % 2 == 0, -0.5, 0.5)
-    return batch.with_fields(
-        old_logprobs=logprobs + noise[0],
-        ref_logprobs=logprobs + noise[1] + lean,
-        advantages=batch.advantages + 1,
-    )
-
-
 def two_steps(backend, batch, objective):
     return [backend.train_step(batch, OBJECTIVES[objective], lr) for lr in (3e-4, 3e-4)]
 
@@ -124,7 +106,9 @@ def folders(tmp_path_factory):
 def problem(folders):
     """(folder, batch by objective) of a model."""
     batches = {
-        name: {objective: batch_for(objective, folder) for objective in OBJECTIVES}
+        name: {
+            objective: lopsided_batch(folder, paired=objective == "dpo") for objective in OBJECTIVES
+        }
         for name, folder in folders.items()
     }
     return lambda name: (folders[name], batches[name])

@@ -13,7 +13,7 @@ from tests.helpers.backend_contract import (
     OPTIMIZER,
     TEMPERATURE,
     assert_close_weights,
-    make_batch,
+    lopsided_batch,
     weights_of,
 )
 from tests.helpers.engine_contract import PROMPTS, STOPS, assert_same_rollouts, ids_of
@@ -88,20 +88,6 @@ OBJECTIVES = {
 NO_CLIPPING = OPTIMIZER.model_copy(update={"clip_grad": 0.0})
 
 
-def batch_for(objective, folder):
-    """Ratios on both sides of the clipping bounds; means in which not everything cancels."""
-    batch = make_batch(paired=objective == "dpo")
-    generator = torch.Generator().manual_seed(7)
-    logprobs = batch_logprobs(oracle_model(folder), batch, TEMPERATURE).detach().float()
-    noise = 0.3 * torch.randn(2, batch.num_tokens, generator=generator)
-    lean = torch.where(batch.segment_ids % 2 == 0, -0.5, 0.5)
-    return batch.with_fields(
-        old_logprobs=logprobs + noise[0],
-        ref_logprobs=logprobs + noise[1] + lean,
-        advantages=batch.advantages + 1,
-    )
-
-
 def steps_job(layout, folder, batches):
     """By objective: metrics of two steps, the weights after them, the gradient of the first."""
     process = start(layout)
@@ -129,7 +115,13 @@ def steps_job(layout, folder, batches):
 def problem(folders):
     """(folder, batch by objective) of a model."""
     return {
-        name: (folder, {objective: batch_for(objective, folder) for objective in OBJECTIVES})
+        name: (
+            folder,
+            {
+                objective: lopsided_batch(folder, paired=objective == "dpo")
+                for objective in OBJECTIVES
+            },
+        )
         for name, folder in folders.items()
     }
 

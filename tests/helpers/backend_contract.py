@@ -75,6 +75,25 @@ def make_batch(
     )
 
 
+def lopsided_batch(folder: Path, paired: bool) -> PackedBatch:
+    """`make_batch` with ratios on both sides of the clipping bounds, for the model of a folder.
+
+    Advantages and distances to the reference lean to one side: a mean in which everything cancels
+    would have no digits to compare.
+    """
+    batch = make_batch(paired=paired)
+    assert batch.advantages is not None
+    generator = torch.Generator().manual_seed(7)
+    logprobs = batch_logprobs(oracle_model(folder), batch, TEMPERATURE).detach().float()
+    noise = 0.3 * torch.randn(2, batch.num_tokens, generator=generator)
+    lean = torch.where(batch.segment_ids % 2 == 0, -0.5, 0.5)
+    return batch.with_fields(
+        old_logprobs=logprobs + noise[0],
+        ref_logprobs=logprobs + noise[1] + lean,
+        advantages=batch.advantages + 1,
+    )
+
+
 def weights_of(backend: PolicyBackend) -> dict[str, Tensor]:
     """Copies of all weights, on the host."""
     return {name: value.to("cpu", copy=True) for name, value in backend.named_weights()}
