@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from rl_megatron.config.algorithm import AlgorithmConfig
 from rl_megatron.config.base import Idle, Problem, Strict
 from rl_megatron.config.data import DataConfig, DataSource, PromptDataConfig, ResponseDataConfig
+from rl_megatron.config.kernels import KernelConfig
 from rl_megatron.config.layout import world_size_problems
 from rl_megatron.config.loss import DPOLossConfig, GRPOLossConfig
 from rl_megatron.config.model import ModelConfig, ReferenceConfig
@@ -88,6 +89,8 @@ class RunBase(Strict):
     cluster: ClusterConfig = ClusterConfig()
 
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    kernels: KernelConfig = KernelConfig()
 
     logging: LoggingConfig = LoggingConfig()
 
@@ -193,6 +196,11 @@ class StepRunBase(RunBase):
 class SFTRun(StepRunBase):
     """Supervised fine-tuning: given responses are made more likely."""
 
+    def idle(self) -> Mapping[str, Idle]:
+        """Kernels of losses: this one is a plain sum."""
+        reason = "the loss of supervised fine-tuning is a plain sum; remove this key"
+        return {"kernels.losses": Idle(reason, ())}
+
 
 class DPORun(StepRunBase):
     """Direct preference optimisation: chosen responses against rejected ones."""
@@ -200,6 +208,11 @@ class DPORun(StepRunBase):
     reference: ReferenceConfig = ReferenceConfig()
 
     loss: DPOLossConfig = DPOLossConfig()
+
+    def idle(self) -> Mapping[str, Idle]:
+        """One pass over the head, which the loss of a pair does not allow."""
+        reason = "the loss of a pair is known only after both its sequences; remove this key"
+        return {"kernels.one_pass": Idle(reason, ())}
 
     def problems(self) -> Iterable[Problem]:
         """Everything that does not fit."""
@@ -262,7 +275,7 @@ class GRPORun(RunBase):
         return super().evaluation_rewards or self.rewards
 
     def idle(self) -> Mapping[str, Idle]:
-        """The reference without a KL, and held-out prompts without an evaluation."""
+        """What needs a KL, an evaluation, or a loss of single tokens, and does not have it."""
         idle: dict[str, Idle] = {}
         if not self.needs_reference:
             reason = (
@@ -274,6 +287,12 @@ class GRPORun(RunBase):
         if self.evaluation is None:
             reason = "evaluation is null; add an evaluation section, or remove this key"
             idle["data.eval"] = Idle(reason, ("evaluation",))
+        if self.loss.loss_mode == "gspo":
+            reason = (
+                "the loss of loss.loss_mode gspo is known only after a whole sequence; remove this "
+                "key or take another loss_mode"
+            )
+            idle["kernels.one_pass"] = Idle(reason, ("loss.loss_mode",))
         return idle
 
     def problems(self) -> Iterable[Problem]:

@@ -106,16 +106,21 @@ class PackedBatch:
         chosen = torch.tensor(list(sequences), dtype=torch.int64)
         bounds = torch.zeros(len(sequences) + 1, dtype=self.cu_seqlens.dtype)
         bounds[1:] = torch.cumsum(self.lengths[chosen], 0)
-        per_token: dict[str, Any] = {
-            name: None if getattr(self, name) is None else getattr(self, name)[index]
-            for name in _TOKEN_FIELDS
-        }
         return replace(
             self,
-            tokens=self.tokens[index],
             cu_seqlens=bounds,
             sequence_ids=self.sequence_ids[chosen],
-            **per_token,
+            **self._per_token(index),
+        )
+
+    def at_tokens(self, index: Int[Tensor, " n"]) -> PackedBatch:
+        """The tokens at `index` as one sequence, for what looks at single tokens only."""
+        return replace(
+            self,
+            cu_seqlens=torch.tensor([0, index.shape[0]], device=index.device),
+            sequence_ids=torch.zeros(1, dtype=torch.int64, device=index.device),
+            paired=False,
+            **self._per_token(index),
         )
 
     def with_fields(self, **values: Any) -> PackedBatch:
@@ -130,3 +135,7 @@ class PackedBatch:
             if isinstance(value := getattr(self, f.name), Tensor)
         }
         return replace(self, **moved)
+
+    def _per_token(self, index: Tensor) -> dict[str, Any]:
+        values = {"tokens": self.tokens} | {name: getattr(self, name) for name in _TOKEN_FIELDS}
+        return {n: None if value is None else value[index] for n, value in values.items()}

@@ -65,8 +65,11 @@ class Objective:
         name: For messages and traces.
         weigh: Sets `loss_weights` from the whole mini-batch, before it is dealt to ranks.
         loss: Share of the loss and metrics of one micro-batch.
+        token_local: Whether the loss is a sum over tokens of functions of one token each, so that
+            the gradient of any of them is known before the others are.
     """
 
     name: str
     weigh: Callable[[PackedBatch], PackedBatch]
     loss: LossFn
+    token_local: bool = False

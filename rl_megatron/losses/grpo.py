@@ -97,7 +97,7 @@ def grpo_objective(
             maxima={names.POLICY_RATIO_MAX: ratio_max},
         )
 
-    return Objective(name="grpo", weigh=weigh, loss=loss)
+    return Objective(name="grpo", weigh=weigh, loss=loss, token_local=loss_mode != "gspo")
 
 
 def _policy_loss(

@@ -11,7 +11,7 @@ from rl_megatron.losses.sums import counted_tokens, counted_values, masked_sum
 
 def sft_objective() -> Objective:
     """The objective of supervised fine-tuning; its metrics are per token."""
-    return Objective(name="sft", weigh=_weigh, loss=_loss)
+    return Objective(name="sft", weigh=_weigh, loss=_loss, token_local=True)
 
 
 def _weigh(batch: PackedBatch) -> PackedBatch:

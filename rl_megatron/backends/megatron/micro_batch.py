@@ -30,7 +30,9 @@ class MicroBatch:
         batch: The sequences, on the device of the model; there may be none.
         place: [T] where each token of the batch is among the M.
         tokens: [1, M] token ids, or this rank's part of them under context parallelism.
-        targets: [M] token that each row predicts, -1 where nobody asks; or this rank's part.
+        predicted: [M] which token of the batch each row predicts, -1 where nobody asks; or this
+            rank's part.
+        targets: [M] id of that token, -1 where nobody asks; or this rank's part.
         cu_seqlens: Boundaries among the M tokens, on the host.
         split: How the M tokens lie on context-parallel ranks.
     """
@@ -38,6 +40,7 @@ class MicroBatch:
     batch: PackedBatch
     place: Tensor
     tokens: Tensor
+    predicted: Tensor
     targets: Tensor
     cu_seqlens: Tensor
     split: ContextSplit | None
@@ -76,20 +79,24 @@ def make_micro_batch(batch: PackedBatch, process: Process, packed: bool) -> Micr
     if tail:
         bounds = torch.cat([bounds, bounds[-1:] + tail])
     tokens = torch.zeros(size + tail, dtype=torch.int64)
+    predicted = torch.full((size + tail,), -1)
     targets = torch.full((size + tail,), -1)
     tokens[place] = batch.tokens
-    asked = batch.response_mask
+    asked = torch.nonzero(batch.response_mask)[:, 0]
+    predicted[place[asked] - 1] = asked
     targets[place[asked] - 1] = batch.tokens[asked]
     split = None
     if process.layout.context > 1:
         assert process.context_group is not None
         split = split_tokens(size + tail, process.context_group)
         tokens, targets = tokens[split.local], targets[split.local]
+        predicted = predicted[split.local]
         split = split.to(process.device)
     return MicroBatch(
         batch=batch.to(process.device),
         place=place.to(process.device),
         tokens=tokens[None].to(process.device),
+        predicted=predicted.to(process.device),
         targets=targets.to(process.device),
         cu_seqlens=bounds,
         split=split,

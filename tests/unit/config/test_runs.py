@@ -401,6 +401,42 @@ def test_dpo_swaps_its_reference_with_megatron_only():
     )
 
 
+WHOLE_SEQUENCES = {
+    "dpo": (
+        DPORun,
+        DPO,
+        {},
+        "kernels.one_pass = true: has no effect: the loss of a pair is known only after both its "
+        "sequences; remove this key",
+    ),
+    "gspo": (
+        GRPORun,
+        GRPO,
+        {"loss__loss_mode": "gspo"},
+        "kernels.one_pass = true: has no effect: the loss of loss.loss_mode gspo is known only "
+        "after a whole sequence; remove this key or take another loss_mode",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE_SEQUENCES)
+def test_one_pass_needs_a_loss_of_single_tokens(case):
+    run_class, run, settings, text = WHOLE_SEQUENCES[case]
+    assert complaint(run_class, run, kernels__one_pass=True, **settings) == text
+
+
+@pytest.mark.parametrize(("run_class", "run"), [(GRPORun, GRPO), (SFTRun, SFT)])
+def test_one_pass_suits_losses_of_single_tokens(run_class, run):
+    assert build_run(run_class, with_settings(run, kernels__one_pass=True)).kernels.one_pass
+
+
+def test_the_loss_of_sft_needs_no_kernel():
+    assert complaint(SFTRun, SFT, kernels__losses="triton") == (
+        "kernels.losses = 'triton': has no effect: the loss of supervised fine-tuning is a plain "
+        "sum; remove this key"
+    )
+
+
 def test_dpo_label_smoothing_stays_below_a_half():
     assert complaint(DPORun, DPO, loss__label_smoothing=0.5) == (
         "loss.label_smoothing = 0.5: must be below 0.5; without this key it is 0.0"
