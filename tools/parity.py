@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -128,8 +128,20 @@ def run_ranks(folder: Path, world_size: int, rows: Sequence[Row]) -> None:
 
 @cache
 def load_reference(path: Path) -> Any:
-    """Results by name of case; many rows are compared with the same."""
-    return torch.load(path)
+    """Results by name of case, looked over once; many rows are compared with the same."""
+    results = torch.load(path)
+    check_reference(results)
+    return results
+
+
+def check_reference(results: Mapping[str, tuple[dict[str, float], dict[str, Tensor]]]) -> None:
+    """Raises ValueError naming a case that has no loss or no gradient: all that is 0 is equal."""
+    for name, (metrics, gradients) in results.items():
+        if not metrics[LOSS_TOTAL] or not any(bool(value.any()) for value in gradients.values()):
+            raise ValueError(
+                f"{name}: loss {metrics[LOSS_TOTAL]}, and a gradient of 0 or of nothing; comparing "
+                "with it proves nothing. Change the batch in tools/parity_cases.py"
+            )
 
 
 def compare_row(folder: Path, row: Row) -> dict[str, Difference]:

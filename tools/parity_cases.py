@@ -82,7 +82,13 @@ class Case:
 
 GRPO_LOSSES: dict[str, dict[str, Any]] = {
     "GRPO k3": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"},
-    "GRPO k2": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"},
+    "GRPO k2": {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "k2",
+        # Low enough for a few tokens to reach it.
+        "clip_ratio_c": 1.2,
+    },
     "entropy": {"entropy_coef": 0.1},
     "GSPO": {"loss_mode": "gspo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
     "CISPO": {"loss_mode": "cispo"},
@@ -239,7 +245,8 @@ def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
     Log-probs of old policy, engine and reference are those of the model and noise, so that ratios
     lie on both sides of every bound. Advantages and distances to the reference lean to one side,
     and the old policy is some way off: a mean in which everything cancels, or a divergence that is
-    nearly 0, has no digits to compare.
+    nearly 0, has no digits to compare. The engine leans so that the longest response keeps its
+    weight where others are masked.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -257,7 +264,7 @@ def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
     lean = torch.where(batch.segment_ids % 2 == 0, -0.5, 0.5)
     fields = {
         "old_logprobs": logprobs + 0.5 * noise[0],
-        "rollout_logprobs": logprobs + 0.5 * noise[0] + 0.3 * noise[1],
+        "rollout_logprobs": logprobs + 0.5 * noise[0] + 0.3 * noise[1] - 0.1 * lean,
         "ref_logprobs": logprobs + 0.3 * noise[2] + lean,
         "advantages": 1 + noise[3],
     }

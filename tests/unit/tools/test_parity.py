@@ -12,6 +12,7 @@ from tools.parity import (
     METRIC_BOUND,
     METRIC_FLOOR,
     Difference,
+    check_reference,
     compare,
     make_report,
     make_table,
@@ -96,6 +97,18 @@ def test_one_cell_beyond_its_bound_fails_the_whole(field):
     assert red == ["[bold red]3.0e-5[/]"]
 
 
+@pytest.mark.parametrize(
+    "broken", [{"loss": 0.0}, {"gradients": {}}, {"gradients": {"a": torch.zeros(2)}}]
+)
+def test_a_reference_of_zeros_is_refused(broken):
+    loss, gradients = broken.get("loss", 1.0), broken.get("gradients", GRADIENTS)
+    check_reference({"fine": (METRICS, GRADIENTS)})
+    with pytest.raises(ValueError, match="its name: .*proves nothing"):
+        check_reference(
+            {"fine": (METRICS, GRADIENTS), "its name": ({"loss/total": loss}, gradients)}
+        )
+
+
 def test_every_loss_under_every_aggregation_on_every_axis():
     assert len({case.name for case in CASES}) == len(CASES)
     assert len({row.name for row in (*ROWS, *REFERENCES)}) == len(ROWS) + len(REFERENCES)
@@ -125,10 +138,18 @@ def test_batches_are_ragged_and_reach_the_bounds(tmp_path):
         batch = case.batch(batches)
         assert batch.paired == case.paired
         assert bool((case.objective.weigh(batch).loss_weights != 0).any())
+        # A weight that masks everything would leave nothing to compare.
+        for some in (batches, lonely(batches)):
+            part = case.batch(some)
+            kept = part.advantages[part.response_mask] != 0
+            assert bool(kept.any())
+            if case.weights.get("rollout_is") == "mask" and some is batches:
+                assert not bool(kept.all())
     logprobs = model_logprobs(model, plain)
     assert float(logprobs[mask].min()) > -8
     gain = plain.advantages[mask] > 0
     ratio = (logprobs - plain.old_logprobs)[mask].exp()
     assert bool((ratio[gain] > 1.2).any()) and bool((ratio[~gain] < 0.8).any())
+    assert bool((ratio[~gain] > 1.2).any())
     weight = (plain.old_logprobs - plain.rollout_logprobs)[mask].exp()
     assert float(weight.max()) > 2
