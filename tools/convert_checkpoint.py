@@ -27,19 +27,12 @@ from rl_megatron.checkpoint.hf_load import load_hf_weights
 from rl_megatron.checkpoint.hf_save import iter_hf_weights, save_hf
 from rl_megatron.checkpoint.megatron import load_megatron, save_megatron
 from rl_megatron.checkpoint.publish import new_checkpoint, read_pointer
-from rl_megatron.config import check_world_size
 from rl_megatron.config.command_line import parse_parallel
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.errors import CheckpointError, RLMegatronError
 from rl_megatron.models.families import read_shape, weight_rules
-from rl_megatron.models.shape import ModelShape
-from rl_megatron.parallel.process import (
-    Process,
-    start_megatron,
-    stop,
-    world_size_from_environment,
-)
-from rl_megatron.runtime.build import check_shape_fits, make_layout
+from rl_megatron.parallel.process import Process, stop
+from rl_megatron.runtime.build import build_bare_model
 
 Item = TypeVar("Item")
 
@@ -95,7 +88,7 @@ def _import(options: argparse.Namespace, parallel: ParallelConfig) -> None:
         raise CheckpointError(f"--output {options.output} holds a checkpoint; name a new folder.")
     shape = read_shape(source.hf)
     dtype = lossless_dtype(read_records(source.hf).values())
-    process, chunks = _build(shape, parallel, dtype)
+    process, chunks = build_bare_model(shape, parallel, dtype, VOCAB_DIVISOR)
     rules = weight_rules(shape, VOCAB_DIVISOR)
     load_hf_weights(chunks, rules, source.hf, process, _progress("reading", process, len(rules)))
     with new_checkpoint(options.output, 0, process) as folder:
@@ -115,25 +108,12 @@ def _export(options: argparse.Namespace, parallel: ParallelConfig) -> None:
     shape = read_shape(source.hf)
     dtype = DTYPES.get(options.dtype)
     records = read_records(source.hf)
-    process, chunks = _build(shape, parallel, dtype or lossless_dtype(records.values()))
+    dtype_held = dtype or lossless_dtype(records.values())
+    process, chunks = build_bare_model(shape, parallel, dtype_held, VOCAB_DIVISOR)
     load_megatron(source.megatron, chunks)
     weights = iter_hf_weights(chunks, weight_rules(shape, VOCAB_DIVISOR), process)
     shown = _progress("writing", process, len(records))(weights)
     save_hf(options.output, iter(shown), source.hf, process, dtype=dtype)
-
-
-def _build(
-    shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype
-) -> tuple[Process, list[torch.nn.Module]]:
-    """This rank and its chunks of the model, weights not yet set."""
-    world_size = world_size_from_environment()
-    check_world_size(parallel, world_size)
-    check_shape_fits(parallel, shape)
-    process = start_megatron(make_layout(parallel, world_size), seed=0)
-    # Importing Megatron takes seconds; mistakes are found before.
-    from rl_megatron.models.gpt import build_model
-
-    return process, list(build_model(shape, process, dtype, VOCAB_DIVISOR))
 
 
 def _progress(title: str, process: Process, total: int):

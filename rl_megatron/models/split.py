@@ -157,7 +157,7 @@ class Vocab:
         stop = min(part.stop, self.vocab_size)
         rows = read(0, (slice(min(part.start, stop), stop),))
         missing = part.stop - part.start - rows.shape[0]
-        return torch.cat([rows, rows.new_zeros((missing, self.hidden_size))])
+        return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
     def join(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The table without padding."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +21,12 @@ from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer
 from rl_megatron.models.families import read_shape, weight_rules
 from rl_megatron.models.shape import ModelShape
+from rl_megatron.parallel import process as processes
 from rl_megatron.parallel.layout import Layout
 from rl_megatron.parallel.process import Process, start_megatron, start_single
+
+if TYPE_CHECKING:
+    from rl_megatron.models.gpt import PolicyModel
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +72,20 @@ def start_process(run: RunBase, world_size: int) -> Process:
             )
         return start_single()
     return start_megatron(make_layout(run.parallel, world_size), run.seed)
+
+
+def build_bare_model(
+    shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype, vocab_divisor: int
+) -> tuple[Process, list[PolicyModel]]:
+    """Join the job in a layout, with this rank's part of a model whose weights are not yet set."""
+    world_size = processes.world_size_from_environment()
+    check_world_size(parallel, world_size)
+    check_shape_fits(parallel, shape)
+    process = start_megatron(make_layout(parallel, world_size), seed=0)
+    # Importing Megatron takes seconds; mistakes are found before.
+    from rl_megatron.models.gpt import build_model
+
+    return process, build_model(shape, process, dtype, vocab_divisor)
 
 
 def build_tokenizer(run: RunBase) -> Tokenizer:
