@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from rl_megatron.kernels.linear_logprob import chunked, linear_logprob
+from rl_megatron.errors import DataError
+from rl_megatron.kernels.linear_logprob import linear_logprob, tiles
 from tests.helpers.dense_head import dense_logprobs, gradients
 
 
@@ -67,7 +68,7 @@ def test_chunks_do_not_change_the_numbers(monkeypatch):
     hidden, weight, targets, upstream = problem(rows=50)
     whole = linear_logprob(hidden, weight, targets, 0.9, 131)
     whole_gradients = gradients(whole, upstream, [hidden, weight])
-    monkeypatch.setattr(chunked, "_WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(tiles, "CPU_TILES", tiles.CPU_TILES._replace(rows=16, columns=48))
     split = linear_logprob(hidden, weight, targets, 0.9, 131)
     compare(split, whole, 1e-6)
     compare(gradients(split, upstream, [hidden, weight]), whole_gradients, 1e-5)
@@ -205,7 +206,7 @@ def test_large_logits_lose_no_precision():
 def test_a_target_that_no_row_of_the_head_speaks_for_is_refused():
     hidden, weight, targets, _ = problem()
     targets[3] = 131
-    with pytest.raises(AssertionError):
+    with pytest.raises(DataError, match="131"):
         linear_logprob(hidden, torch.cat([weight, weight]), targets, 1.0, 131)
 
 
