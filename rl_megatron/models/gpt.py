@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rl_megatron.kernels.linear_logprob import linear_logprob
+from rl_megatron.kernels.linear_logprob import TokenGradient, linear_logprob
 from rl_megatron.models.attention import CoreAttention
 from rl_megatron.models.norm import RMSNorm
 from rl_megatron.models.rope import inverse_frequencies
@@ -155,20 +155,35 @@ class PolicyModel(GPTModel):
     `targets=None` it returns the hidden states [T, 1, H], and elsewhere always does.
     """
 
-    def __init__(self, shape: ModelShape, process: Process, temperature: float, **kwargs: Any):
+    def __init__(
+        self,
+        shape: ModelShape,
+        process: Process,
+        temperature: float,
+        head_kernels: str,
+        **kwargs: Any,
+    ):
         super().__init__(position_embedding_type="none", parallel_output=True, **kwargs)
         self.shape = shape
         self.process = process
         self.temperature = temperature
+        self.head_kernels = head_kernels
         # Not a module buffer: a bf16 model would cast it, and checkpoints have no use for it.
         self.inverse_frequencies = inverse_frequencies(shape.rope, shape.head_dim).to(
             process.device
         )
 
     def forward(  # type: ignore[override]
-        self, tokens: Tensor, context: SequenceContext, targets: Tensor | None = None
+        self,
+        tokens: Tensor,
+        context: SequenceContext,
+        targets: Tensor | None = None,
+        token_gradient: TokenGradient | None = None,
     ) -> Tensor:
-        """See the class; `tokens` [1, T], `targets` [T] (-1 skips a row)."""
+        """See the class; `tokens` [1, T], `targets` [T] (-1 skips a row).
+
+        With `token_gradient` the head's gradient is computed in this pass; see `linear_logprob`.
+        """
         positions = torch.zeros_like(tokens)  # Rotary positions are in the context.
         hidden: Tensor = super().forward(tokens, positions, None, packed_seq_params=context)
         if not self.post_process or targets is None:
@@ -182,6 +197,8 @@ class PolicyModel(GPTModel):
                 self.shape.vocab_size,
                 self.process.tensor_group,
                 self.config.sequence_parallel,
+                implementation=self.head_kernels,
+                token_gradient=token_gradient,
             )
         )
 
@@ -203,6 +220,7 @@ def build_model(
     vocab_divisor: int,
     temperature: float = 1.0,
     recompute: str = "none",
+    head_kernels: str = "auto",
 ) -> list[PolicyModel]:
     """The chunks of this rank's pipeline stage, weights not yet set."""
     layout = process.layout
@@ -214,6 +232,7 @@ def build_model(
             shape,
             process,
             temperature,
+            head_kernels,
             config=config,
             transformer_layer_spec=block_spec(shape, config, vp_stage),
             vocab_size=padded_vocab_size(shape.vocab_size, vocab_divisor, layout.tensor),

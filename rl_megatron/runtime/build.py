@@ -125,6 +125,8 @@ def build_policy(
             temperature=temperature,
             dtype=_DTYPES[run.model.dtype],
             optimizer=optimizer,
+            head_kernels=run.kernels.linear_logprob,
+            one_pass=run.kernels.one_pass,
         )
     return _build_megatron(run, process, micro_batching, folder, temperature, trained)
 
@@ -147,7 +149,13 @@ def _build_megatron(
 
     divisor = run.model.make_vocab_size_divisible_by
     chunks = build_model(
-        shape, process, _DTYPES[run.model.dtype], divisor, temperature, run.model.recompute
+        shape,
+        process,
+        _DTYPES[run.model.dtype],
+        divisor,
+        temperature,
+        run.model.recompute,
+        run.kernels.linear_logprob,
     )
     rules = weight_rules(shape, divisor)
     if folder.megatron is None:
@@ -162,6 +170,7 @@ def _build_megatron(
         micro_batching,
         optimizer=run.optimizer if trained else None,
         distributed_optimizer=run.parallel.use_distributed_optimizer,
+        one_pass=run.kernels.one_pass,
     )
 
 

@@ -77,6 +77,7 @@ def make_backend(
     dtype: torch.dtype = torch.float32,
     recompute: str = "none",
     distributed_optimizer: bool = True,
+    one_pass: bool = False,
 ) -> MegatronBackend:
     """A backend with the weights of a model folder."""
     # Here, so that the process of pytest does without Megatron.
@@ -89,7 +90,7 @@ def make_backend(
     chunks = build_model(shape, process, dtype, VOCAB_DIVISOR, temperature, recompute)
     load_hf_weights(chunks, rules, folder, process)
     backend = MegatronBackend(
-        chunks, rules, process, micro_batching, optimizer, distributed_optimizer
+        chunks, rules, process, micro_batching, optimizer, distributed_optimizer, one_pass
     )
     _made.append(backend)
     return backend

@@ -28,12 +28,14 @@ from rl_megatron.backends.reduce import (
 )
 from rl_megatron.checkpoint.hf_save import iter_hf_weights
 from rl_megatron.checkpoint.megatron import load_megatron, save_megatron
+from rl_megatron.backends.token_gradient import token_gradient
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching, plan_micro_batches
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.metric_names import LOSS_TOTAL
 from rl_megatron.interfaces.objective import Objective, Totals
 from rl_megatron.interfaces.weights import WeightRule
+from rl_megatron.kernels.linear_logprob import TokenGradient
 from rl_megatron.losses.aggregate import totals
 from rl_megatron.metrics.trace import trace
 from rl_megatron.models.gpt import PolicyModel
@@ -55,6 +57,7 @@ class MegatronBackend:
         micro_batching: How sequences are put together for one forward pass.
         optimizer: Adam's settings; None for a frozen model.
         distributed_optimizer: Share optimizer state over data-parallel ranks.
+        one_pass: Compute the gradient of the head in the forward pass, where the loss allows it.
     """
 
     def __init__(
@@ -65,11 +68,13 @@ class MegatronBackend:
         micro_batching: MicroBatching,
         optimizer: OptimizerConfig | None = None,
         distributed_optimizer: bool = True,
+        one_pass: bool = False,
     ) -> None:
         self.chunks = chunks
         self.rules = rules
         self.process = process
         self.micro_batching = micro_batching
+        self._one_pass = one_pass
         self._offloaded = Offloaded()
         self._optimizer: Any = None
         self._modules: list[Any] = list(chunks)
@@ -114,9 +119,11 @@ class MegatronBackend:
         for module in self._modules:
             module.zero_grad_buffer()
         self._optimizer.zero_grad()
-        outputs = self._run(
-            batch, self._plan(batch), partial(_loss_share, objective, counts), forward_only=False
-        )
+        share = partial(_loss_share, objective, counts)
+        gradient = None
+        if self._one_pass and objective.token_local:
+            gradient = partial(_token_gradient, objective, counts)
+        outputs = self._run(batch, self._plan(batch), share, gradient, forward_only=False)
         metrics = reduce_metrics(self.process, outputs, self._speaks)
         return metrics | self._step(metrics, lr, skip=counts_nothing(batch))
 
@@ -170,7 +177,13 @@ class MegatronBackend:
         )[self.process.data_rank]
 
     def _run(
-        self, batch: PackedBatch, plan: list[list[int]], share: LossShare, forward_only: bool
+        self,
+        batch: PackedBatch,
+        plan: list[list[int]],
+        share: LossShare,
+        gradient: Callable[[MicroBatch], TokenGradient] | None = None,
+        *,
+        forward_only: bool,
     ) -> list[dict[str, Any]]:
         """Send the planned micro-batches through the model; what `share` said on the last stage."""
         layout = self.process.layout
@@ -182,7 +195,8 @@ class MegatronBackend:
         def forward_step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
             micro_batch = next(data)
             context = micro_batch.context(self.chunks[0])
-            rows = module(micro_batch.tokens, context, micro_batch.targets)
+            token_gradient = None if gradient is None else gradient(micro_batch)
+            rows = module(micro_batch.tokens, context, micro_batch.targets, token_gradient)
             trace(
                 "micro-batch",
                 f"one data-parallel rank of {layout.describe()}",
@@ -247,6 +261,10 @@ def _loss_share(
     loss = output.loss + rows[:, :0].sum()
     shares = {LOSS_TOTAL: output.loss.detach(), **output.metrics}
     return loss, {"shares": shares, "maxima": output.maxima}
+
+
+def _token_gradient(objective: Objective, counts: Totals, micro_batch: MicroBatch) -> TokenGradient:
+    return token_gradient(objective, micro_batch.batch, counts, micro_batch.predicted)
 
 
 def _as_megatron_loss(

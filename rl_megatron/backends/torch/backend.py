@@ -22,6 +22,7 @@ from rl_megatron.backends.reduce import (
     reduce_metrics,
     step_metrics,
 )
+from rl_megatron.backends.token_gradient import token_gradient
 from rl_megatron.backends.torch.optimizer import MainWeightAdamW
 from rl_megatron.checkpoint.hf_files import SINGLE_FILE, HFWeights
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -30,7 +31,7 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.metric_names import LOSS_TOTAL
 from rl_megatron.interfaces.objective import ModelOutput, Objective
-from rl_megatron.kernels.linear_logprob import linear_logprob
+from rl_megatron.kernels.linear_logprob import TokenGradient, linear_logprob
 from rl_megatron.losses.aggregate import totals
 from rl_megatron.metrics.trace import trace
 from rl_megatron.models.transformers_model import (
@@ -53,6 +54,8 @@ class TorchBackend:
         temperature: Logits are divided by it.
         dtype: Of weights and activations.
         optimizer: Adam's settings; None for a frozen model.
+        head_kernels: Implementation of `linear_logprob`.
+        one_pass: Compute the gradient of the head in the forward pass, where the loss allows it.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class TorchBackend:
         temperature: float = 1.0,
         dtype: torch.dtype = torch.float32,
         optimizer: OptimizerConfig | None = None,
+        head_kernels: str = "auto",
+        one_pass: bool = False,
     ) -> None:
         assert process.layout.world_size == 1, "the torch backend is one process"
         # Never in training mode: with dropout no ratio would be 1.
@@ -71,6 +76,8 @@ class TorchBackend:
         self.process = process
         self.micro_batching = micro_batching
         self.temperature = temperature
+        self._head_kernels = head_kernels
+        self._one_pass = one_pass
         self._offloaded = Offloaded()
         self._optimizer: MainWeightAdamW | None = None
         if optimizer is not None:
@@ -93,7 +100,11 @@ class TorchBackend:
         self._optimizer.zero_grad()
         outputs = []
         for _, micro_batch in self._micro_batches(batch):
-            output = objective.loss(self._output(micro_batch), micro_batch, counts)
+            gradient = None
+            if self._one_pass and objective.token_local:
+                predicted = torch.arange(1, micro_batch.num_tokens, device=self.process.device)
+                gradient = token_gradient(objective, micro_batch, counts, predicted)
+            output = objective.loss(self._output(micro_batch, gradient), micro_batch, counts)
             output.loss.backward()
             self._optimizer.collect_gradients()
             shares = {LOSS_TOTAL: output.loss.detach(), **output.metrics}
@@ -153,7 +164,7 @@ class TorchBackend:
                 part = batch.select(members)
                 yield batch.token_index(members), part.to(self.process.device)
 
-    def _output(self, batch: PackedBatch) -> ModelOutput:
+    def _output(self, batch: PackedBatch, gradient: TokenGradient | None = None) -> ModelOutput:
         """Log-probs and entropy of response tokens, 0 elsewhere, of a micro-batch on the device.
 
         Padding stands to the right of every sequence, where causal attention does not look.
@@ -165,7 +176,15 @@ class TorchBackend:
         # Row t speaks about token t + 1: the last row of a sequence about nothing.
         targets = torch.where(batch.response_mask, batch.tokens, -1)[1:]
         head = self.model.get_output_embeddings().weight
-        values = linear_logprob(rows[:-1], head, targets, self.temperature, head.shape[0])
+        values = linear_logprob(
+            rows[:-1],
+            head,
+            targets,
+            self.temperature,
+            head.shape[0],
+            implementation=self._head_kernels,
+            token_gradient=gradient,
+        )
         logprobs, entropy = (torch.nn.functional.pad(value, (1, 0)) for value in values)
         return ModelOutput(logprobs, entropy)
 
