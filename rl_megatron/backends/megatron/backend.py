@@ -26,9 +26,9 @@ from rl_megatron.backends.reduce import (
     reduce_metrics,
     step_metrics,
 )
+from rl_megatron.backends.token_gradient import token_gradient
 from rl_megatron.checkpoint.hf_save import iter_hf_weights
 from rl_megatron.checkpoint.megatron import load_megatron, save_megatron
-from rl_megatron.backends.token_gradient import token_gradient
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching, plan_micro_batches
 from rl_megatron.interfaces.batch import PackedBatch
