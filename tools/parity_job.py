@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from rl_megatron import log
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -22,21 +23,16 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.models.families import read_shape, weight_rules
 from rl_megatron.parallel.process import Process, start_megatron, stop
 from tools.parity_cases import (
-    CASES,
     REFERENCES,
     ROWS,
-    TEMPERATURE,
-    VOCAB_DIVISOR,
     Case,
     Row,
-    lonely,
 )
+from tools.parity_compare import Result
+from tools.parity_data import TEMPERATURE, VOCAB_DIVISOR, lonely
 
 if TYPE_CHECKING:
     from rl_megatron.backends.megatron import MegatronBackend
-
-Result = tuple[dict[str, float], dict[str, Tensor]]
-"""Metrics of a step, and its gradient under Hugging Face names."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -45,12 +41,13 @@ def main(arguments: Sequence[str]) -> None:
     log.silence_megatron_warnings()
     torch.set_num_threads(1)
     rows = [row for row in (*REFERENCES, *ROWS) if row.name in names]
-    for (layout, model), members in groupby(rows, key=lambda row: (row.layout, row.model)):
+    by_model = groupby(rows, key=lambda row: (row.layout, row.model, row.dtype))
+    for (layout, model, dtype), members in by_model:
         process = start_megatron(layout, seed=0)
-        backend = make_backend(folder / model, process)
+        backend = make_backend(folder / model, process, dtype)
         batches = torch.load(folder / f"{model}.pt", weights_only=False)
         for row in members:
-            results = run_row(backend, row, CASES, batches)
+            results = run_row(backend, row, row.cases, batches)
             if process.is_main:
                 torch.save(results, folder / f"{row.name}.pt")
                 print(f"parity: {row.name}", flush=True)
@@ -58,7 +55,9 @@ def main(arguments: Sequence[str]) -> None:
     stop()
 
 
-def make_backend(folder: Path, process: Process) -> MegatronBackend:
+def make_backend(
+    folder: Path, process: Process, dtype: torch.dtype = torch.float32
+) -> MegatronBackend:
     """The model in the layout of the process, with an optimizer that leaves gradients as they are.
 
     It neither clips nor, as the distributed one does, leaves each rank a part of the gradient.
@@ -69,7 +68,7 @@ def make_backend(folder: Path, process: Process) -> MegatronBackend:
 
     shape = read_shape(folder)
     rules = weight_rules(shape, VOCAB_DIVISOR)
-    chunks = build_model(shape, process, torch.float32, VOCAB_DIVISOR, TEMPERATURE)
+    chunks = build_model(shape, process, dtype, VOCAB_DIVISOR, TEMPERATURE)
     load_hf_weights(chunks, rules, folder, process)
     return MegatronBackend(
         chunks,
@@ -96,14 +95,20 @@ def run_row(
 
 @torch.no_grad()
 def gradients_of(backend: MegatronBackend) -> dict[str, Tensor]:
-    """The gradient of the last step, whole: for as long as it takes, weights are gradients."""
-    parameters = [p for chunk in backend.chunks for p in chunk.parameters()]
-    weights = [p.clone() for p in parameters]
-    for parameter in parameters:
-        parameter.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+    """The gradient of the last step, whole, float32: as long as it takes, weights are gradients.
+
+    Others take their places in the modules; a weight that is given another dtype would lose the
+    hooks that collect its gradient.
+    """
+    places = [module._parameters for chunk in backend.chunks for module in chunk.modules()]
+    weights = [dict(place) for place in places]
+    for place in places:
+        for name, weight in place.items():
+            if weight is not None:
+                place[name] = Parameter(weight.main_grad, requires_grad=False)  # type: ignore[attr-defined]
     gradients = {name: value.clone() for name, value in backend.named_weights()}
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.copy_(weight)
+    for place, before in zip(places, weights, strict=True):
+        place.update(before)
     return gradients
 
 

@@ -1,18 +1,21 @@
-"""A slice of `make parity`, through the same functions: two losses on four rows."""
+"""A slice of `make parity`, through the same functions: two losses on a few rows."""
 
 import pytest
 import torch
 
 from rl_megatron.parallel.process import start_megatron
-from tools.parity import compare
-from tools.parity_cases import CASES, ROWS, make_batches, make_model, reference_of
+from tools.parity_cases import EVERY_LOSS, REFERENCES, ROWS, reference_of
+from tools.parity_compare import BOUNDS, compare
+from tools.parity_data import make_batches, make_model
 
-LOSSES = ("GSPO, seq-mean-token-mean", "DPO+NLL, pairs")
+LOSSES = [case.name for case in EVERY_LOSS if case.loss in ("GSPO", "DPO+NLL")]
 NAMES = (
     "TP2+SP: 2 packed",
     "PP2xVPP2: all padded",
     "CP2: 2 packed",
     "DP2: 1 packed, idle rank",
+    "TP2+SP: 1 packed, bf16",
+    "CP2: 1 packed, bf16",
 )
 BY_NAME = {row.name: row for row in ROWS}
 
@@ -28,8 +31,8 @@ def results_job(row, folder):
     from tools.parity_job import make_backend, run_row
 
     process = start_megatron(row.layout, seed=0)
-    backend = make_backend(folder / row.model, process)
-    cases = [case for case in CASES if case.name in LOSSES]
+    backend = make_backend(folder / row.model, process, row.dtype)
+    cases = [case for case in EVERY_LOSS if case.name in LOSSES]
     results = run_row(
         backend, row, cases, torch.load(folder / f"{row.model}.pt", weights_only=False)
     )
@@ -51,10 +54,10 @@ def test_two_losses_are_those_of_one_rank(name, folder, expected, pool):
     row = BY_NAME[name]
     want = expected[reference_of(row).name]
     for found in pool(row.layout.world_size).run(results_job, row, folder):
-        assert list(found) == list(LOSSES)
+        assert list(found) == LOSSES
         for loss, result in found.items():
             difference = compare(result, want[loss])
-            assert difference.within_bounds, (loss, difference)
+            assert difference.within(BOUNDS[row.dtype]), (loss, difference)
 
 
 def test_a_gradient_that_is_counted_twice_is_found(expected):
@@ -62,4 +65,14 @@ def test_a_gradient_that_is_counted_twice_is_found(expected):
     name = "model.layers.3.post_attention_layernorm.weight"
     doubled = gradients | {name: 2 * gradients[name]}
     difference = compare((metrics, doubled), (metrics, gradients))
-    assert (difference.parameter, difference.within_bounds) == (name, False)
+    assert (difference.parameter, difference.within(BOUNDS[torch.bfloat16])) == (name, False)
+
+
+def test_what_bf16_does_to_one_rank_is_half_of_what_a_split_may(expected):
+    rounded = next(row for row in REFERENCES if row.is_bf16)
+    exact = reference_of(BY_NAME[NAMES[0]])
+    for loss in LOSSES:
+        difference = compare(expected[rounded.name][loss], expected[exact.name][loss])
+        half = BOUNDS[torch.bfloat16]
+        assert 0.01 < difference.gradient < half.gradient / 2, (loss, difference)
+        assert max(difference.loss, difference.metric) < half.metric / 2, (loss, difference)

@@ -7,27 +7,12 @@ import pytest
 import torch
 
 from rl_megatron.losses import LOSS_AGG_MODES
-from tools.parity import (
-    GRADIENT_BOUND,
-    METRIC_BOUND,
-    METRIC_FLOOR,
-    Difference,
-    check_reference,
-    compare,
-    make_report,
-    make_table,
-)
-from tools.parity_cases import (
-    CASES,
-    REFERENCES,
-    ROWS,
-    lonely,
-    make_batches,
-    make_model,
-    model_logprobs,
-    reference_of,
-)
+from tools.parity import describe, make_report, make_table
+from tools.parity_cases import CASES, EVERY_LOSS, LOSSES, REFERENCES, ROWS, reference_of
+from tools.parity_compare import BOUNDS, METRIC_FLOOR, Difference, check_reference, compare
+from tools.parity_data import lonely, make_batches, make_model, model_logprobs
 
+EXACT, BF16 = BOUNDS[torch.float32], BOUNDS[torch.bfloat16]
 GRADIENTS = {"small": torch.tensor([3e-6, 4e-6]), "large": torch.tensor([300.0, 400.0])}
 METRICS = {"loss/total": 2.0, "a": -4.0, "zero": 0.0}
 FINE = Difference(0.0, "large", 0.0, 0.0, "a")
@@ -40,30 +25,31 @@ def changed(metrics=None, gradients=None):
 def test_equal_results_have_no_difference():
     found = changed()
     assert (found.gradient, found.loss, found.metric) == (0, 0, 0)
-    assert found.within_bounds
+    assert found.within(EXACT)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_each_gradient_is_measured_by_its_own_norm(name):
     norm = float(GRADIENTS[name].norm())
     for times, within in ((0.9, True), (1.1, False)):
-        off = GRADIENTS[name] + torch.tensor([0.0, times * GRADIENT_BOUND * norm])
+        off = GRADIENTS[name] + torch.tensor([0.0, times * EXACT.gradient * norm])
         found = changed(gradients={name: off})
         assert found.parameter == name
-        assert found.gradient == pytest.approx(times * GRADIENT_BOUND, rel=0.01)
-        assert found.within_bounds is within
+        assert found.gradient == pytest.approx(times * EXACT.gradient, rel=0.01)
+        assert found.within(EXACT) is within
 
 
 def test_loss_and_metrics_are_relative_down_to_a_floor():
     for times, within in ((0.9, True), (1.1, False)):
-        step = times * METRIC_BOUND
+        step = times * EXACT.metric
         loss = changed({"loss/total": 2 * (1 + step)})
         assert loss.loss == pytest.approx(step, rel=1e-3)
         metric = changed({"a": -4 * (1 - step)})
         assert (metric.metric_name, metric.metric) == ("a", pytest.approx(step, rel=1e-3))
         tiny = changed({"zero": METRIC_FLOOR * step})
         assert (tiny.metric_name, tiny.metric) == ("zero", pytest.approx(step, rel=1e-3))
-        assert loss.within_bounds is metric.within_bounds is tiny.within_bounds is within
+        for found in (loss, metric, tiny):
+            assert found.within(EXACT) is within
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -79,22 +65,47 @@ def test_what_is_not_finite_or_not_there_is_infinitely_far(bad):
 def test_a_gradient_that_should_be_zero_must_be():
     zero = {"unused": torch.zeros(2)}
     assert compare((METRICS, zero), (METRICS, zero)).gradient == 0
-    assert not compare((METRICS, {"unused": torch.full((2,), 1e-9)}), (METRICS, zero)).within_bounds
+    tiny = {"unused": torch.full((2,), 1e-9)}
+    assert not compare((METRICS, tiny), (METRICS, zero)).within(BF16)
+
+
+FLOAT_ROW, BF16_ROW = ROWS[0], next(row for row in ROWS if row.is_bf16)
+YARDSTICK = {"dense": {case.name: replace(FINE, gradient=0.5) for case in EVERY_LOSS}}
 
 
 @pytest.mark.parametrize("field", ["gradient", "loss", "metric"])
-def test_one_cell_beyond_its_bound_fails_the_whole(field):
-    differences = {row: {case.name: FINE for case in CASES} for row in ("x", "y")}
-    report = make_report(differences, seconds=1.0)
-    assert report["equal"] and len(report["rows"]) == 2 * len(CASES)
-    differences["y"][CASES[7].name] = replace(FINE, **{field: 3e-5})
-    report = make_report(differences, seconds=1.0)
-    assert not report["equal"]
-    assert report[f"worst_{field}"] == 3e-5
-    red = [
-        cell for column in make_table(differences).columns for cell in column.cells if "[" in cell
-    ]
-    assert red == ["[bold red]3.0e-5[/]"]
+@pytest.mark.parametrize(
+    ("row", "suffix", "off", "shown"),
+    [(FLOAT_ROW, "", 3e-5, "3.0e-5"), (BF16_ROW, "_bf16", 0.2, "2.0e-1")],
+)
+def test_one_cell_beyond_its_bound_fails_the_whole(row, suffix, off, shown, field):
+    differences = {row: {case.name: FINE for case in row.cases} for row in (FLOAT_ROW, BF16_ROW)}
+    report = make_report(differences, YARDSTICK, seconds=1.0)
+    assert report["equal"] and len(report["rows"]) == len(CASES) + len(EVERY_LOSS)
+    differences[row][EVERY_LOSS[3].name] = replace(FINE, **{field: off})
+    report = make_report(differences, YARDSTICK, seconds=1.0)
+    assert not report["equal"] and "NOT EQUAL" in describe(report)
+    assert report[f"worst_{field}{suffix}"] == off
+    assert report["bf16_from_float32"]["dense"]["worst_gradient"] == 0.5
+    table = make_table(differences, YARDSTICK)
+    red = [cell for column in table.columns for cell in column.cells if "[" in cell]
+    assert red == [f"[bold red]{shown}[/]"]
+
+
+def test_what_is_no_more_than_bf16_is_no_fault_in_bf16_only():
+    off = {name: value * (1 + 0.9 * BF16.gradient) for name, value in GRADIENTS.items()}
+    found = changed({"a": -4 * (1 + 0.9 * BF16.metric)}, off)
+    assert found.within(BF16) and not found.within(EXACT)
+    assert not changed(gradients={"large": 2 * GRADIENTS["large"]}).within(BF16)
+
+
+def test_every_loss_is_compared_in_bf16_under_one_aggregation_or_another():
+    assert tuple(case.loss for case in EVERY_LOSS) == LOSSES
+    assert {case.aggregation for case in EVERY_LOSS} >= set(LOSS_AGG_MODES)
+    layouts = [row.layout for row in ROWS if row.is_bf16]
+    for axis in ("tensor", "pipeline", "context", "expert", "data"):
+        assert {getattr(layout, axis) for layout in layouts} == {1, 2}
+    assert {layout.sequence_parallel for layout in layouts} == {False, True}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +135,7 @@ def test_every_loss_under_every_aggregation_on_every_axis():
     for row in ROWS:
         reference = reference_of(row)
         assert reference.layout.world_size == 1 and not reference.micro_batching.packed
+        assert reference.dtype == row.dtype
 
 
 def test_batches_are_ragged_and_reach_the_bounds(tmp_path):

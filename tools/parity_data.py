@@ -1,0 +1,126 @@
+"""The two small checkpoints of tools/parity.py, and the batches that are trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.utils import logging
+
+from rl_megatron.data.examples import Example, PreferencePair
+from rl_megatron.data.packing import pack_preferences, pack_sft
+from rl_megatron.interfaces.batch import PackedBatch
+
+TEMPERATURE = 0.8
+VOCAB_SIZE = 131
+# 131 tokens are padded to 136 rows on one tensor-parallel rank and to 144 on two.
+VOCAB_DIVISOR = 8
+# One response is empty, and so is one side of a pair.
+PROMPT_TOKENS = (3, 9, 1, 6, 12, 2, 5, 4)
+RESPONSE_TOKENS = (7, 2, 19, 1, 5, 0, 11, 8)
+# By name: the class of the config, and what is particular. An embedding that is the head as well
+# lies on two stages of a pipeline.
+MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "dense": (Qwen3Config, {"tie_word_embeddings": True}),
+    "experts": (
+        Qwen3MoeConfig,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+
+
+def make_model(folder: Path, name: str) -> PreTrainedModel:
+    """A small random model of MODELS in float32, saved in `folder`.
+
+    Its layers are as many as two stages of two chunks need. No distribution is flat, and log-probs
+    stay below 8 nats as a rule: where they are larger the next float32 is 1e-6 away, and a ratio
+    can be no closer than that.
+    """
+    logging.disable_progress_bar()
+    config_class, settings = MODELS[name]
+    config = config_class(
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        **settings,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * noise)
+            else:
+                parameter.copy_((0.1 if "embed" in name or "head" in name else 0.15) * noise)
+            # A model in bf16 has the same weights.
+            parameter.copy_(parameter.bfloat16())
+    model.save_pretrained(folder)
+    return model
+
+
+def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
+    """The batch without and with pairs: the same sequences, and every field that a loss reads.
+
+    Log-probs of old policy, engine and reference are those of the model and noise, so that ratios
+    lie on both sides of every bound. Advantages and distances to the reference lean to one side,
+    and the old policy is some way off: a mean in which everything cancels, or a divergence that is
+    nearly 0, has no digits to compare. The engine leans so that the longest response keeps its
+    weight where others are masked.
+    """
+    generator = torch.Generator().manual_seed(7)
+
+    def ids(number: int) -> tuple[int, ...]:
+        return tuple(torch.randint(VOCAB_SIZE, (number,), generator=generator).tolist())
+
+    examples = [
+        Example(row, ids(prompt), ids(response))
+        for row, (prompt, response) in enumerate(zip(PROMPT_TOKENS, RESPONSE_TOKENS, strict=True))
+    ]
+    sides = zip(examples[0::2], examples[1::2], strict=True)
+    batch = pack_sft(examples)
+    logprobs = model_logprobs(model, batch)
+    noise = torch.randn(4, batch.num_tokens, generator=generator)
+    lean = torch.where(batch.segment_ids % 2 == 0, -0.5, 0.5)
+    fields = {
+        "old_logprobs": logprobs + 0.5 * noise[0],
+        "rollout_logprobs": logprobs + 0.5 * noise[0] + 0.3 * noise[1] - 0.1 * lean,
+        "ref_logprobs": logprobs + 0.3 * noise[2] + lean,
+        "advantages": 1 + noise[3],
+    }
+    pairs = pack_preferences([PreferencePair(i, *pair) for i, pair in enumerate(sides)])
+    return {False: batch.with_fields(**fields), True: pairs.with_fields(**fields)}
+
+
+@torch.no_grad()
+def model_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
+    """[T] log-prob of each token at TEMPERATURE, 0 on first tokens; by transformers."""
+    values = []
+    for tokens in batch.tokens.split(batch.lengths.tolist()):
+        rows = (model(tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(dim=1)
+        values += [rows.new_zeros(1), rows.gather(1, tokens[1:, None])[:, 0]]
+    return torch.cat(values)
+
+
+def lonely(batches: dict[bool, PackedBatch]) -> dict[bool, PackedBatch]:
+    """The sequence with the longest response, and its pair, alone."""
+    return {False: batches[False].select([2]), True: batches[True].select([2, 3])}
