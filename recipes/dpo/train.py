@@ -25,7 +25,7 @@ SHOWN = {
 
 
 def train(run: DPORun) -> None:
-    """-logsigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), a mean over pairs."""
+    """-logsigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), or another loss.loss_type."""
     with Job.start(run, "dpo", SHOWN) as job:
         task = build_dpo(run, job.process)
         policy, reference, batches = task.policy, task.reference, task.batches
@@ -34,9 +34,10 @@ def train(run: DPORun) -> None:
 
         for step in job.rounds(num_steps):
             batch = batches.take(step)
-            with job.phase("ref_logprobs") as span:
-                batch = batch.with_fields(ref_logprobs=reference.logprobs(batch))
-                span.tokens = batch.num_tokens
+            if reference is not None:
+                with job.phase("ref_logprobs") as span:
+                    batch = batch.with_fields(ref_logprobs=reference.logprobs(batch))
+                    span.tokens = batch.num_tokens
             with job.phase("update") as span:
                 rate = learning_rate(run.optimizer, step, num_steps)
                 metrics = policy.train_step(batch, objective, rate)

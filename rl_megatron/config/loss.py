@@ -11,6 +11,12 @@ from rl_megatron.config.base import Idle, Problem, Strict
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
+# Losses of a pair: those that average log-probs over the tokens of a response instead of summing
+# them, those without a reference, and those that read label_smoothing.
+LENGTH_AVERAGED = ("sigmoid_norm", "ipo", "simpo", "orpo")
+REFERENCE_FREE = ("simpo", "orpo")
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust")
+
 
 class GRPOLossConfig(Strict):
     """The policy loss, and terms for KL and entropy where they are wanted in the loss."""
@@ -91,14 +97,52 @@ class DPOLossConfig(Strict):
     """The loss of a preference pair."""
 
     beta: PositiveFloat = 0.1
-    """Strength of the pull towards the reference."""
+    """Strength of the pull towards the reference. simpo: scale of the log-probs (its paper: 2 and
+    more); orpo: weight of the odds ratio."""
 
-    loss_type: Literal["sigmoid"] = "sigmoid"
-    """sigmoid: DPO, eq. 7."""
+    loss_type: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo"] = (
+        "sigmoid"
+    )
+    """sigmoid: DPO, eq. 7, with label_smoothing conservative DPO. sigmoid_norm: the same on log-probs
+    averaged over tokens. robust: unbiased where label_smoothing of the labels are wrong. hinge: no
+    loss above margin 1. ipo: margins per token towards 1 / (2 beta). simpo, orpo: without a
+    reference, on averaged log-probs."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Probability that a preference is the wrong way round (conservative DPO)."""
+    """Probability that a preference is the wrong way round (sigmoid, sigmoid_norm, robust)."""
+
+    simpo_gamma: NonNegativeFloat = 0.5
+    """Margin that simpo asks for, in units of the margin."""
 
     rpo_alpha: PositiveFloat | None = None
     """Weight of the chosen response's mean negative log-prob per token, added to the loss;
-    null: off."""
+    null: off. orpo has it by itself, with weight 1."""
+
+    @property
+    def is_reference_free(self) -> bool:
+        """Whether the loss has no use for a reference."""
+        return self.loss_type in REFERENCE_FREE
+
+    def problems(self) -> Iterable[Problem]:
+        """A correction for wrong labels without any."""
+        if self.loss_type == "robust" and self.label_smoothing == 0:
+            yield Problem(
+                "label_smoothing",
+                0.0,
+                "loss.loss_type robust corrects for labels that are wrong with this probability; "
+                "set it, e.g. to 0.1, or take loss_type=sigmoid",
+                others=("loss_type",),
+            )
+
+    def idle(self) -> Mapping[str, Idle]:
+        """What the loss type does not read."""
+        reason = f"loss.loss_type {self.loss_type} does not read it; remove this key"
+        off = Idle(reason, ("loss_type",))
+        idle = {}
+        if self.loss_type not in SMOOTHED:
+            idle["label_smoothing"] = off
+        if self.loss_type != "simpo":
+            idle["simpo_gamma"] = off
+        if self.loss_type == "orpo":
+            idle["rpo_alpha"] = off
+        return idle

@@ -210,14 +210,19 @@ class DPORun(StepRunBase):
     loss: DPOLossConfig = DPOLossConfig()
 
     def idle(self) -> Mapping[str, Idle]:
-        """One pass over the head, which the loss of a pair does not allow."""
+        """One pass over the head, and a reference that the loss does not read."""
         reason = "the loss of a pair is known only after both its sequences; remove this key"
-        return {"kernels.one_pass": Idle(reason, ())}
+        idle = {"kernels.one_pass": Idle(reason, ())}
+        if self.loss.is_reference_free:
+            reason = f"loss.loss_type {self.loss.loss_type} has no reference; remove this key"
+            idle["reference"] = Idle(reason, ("loss.loss_type",))
+        return idle
 
     def problems(self) -> Iterable[Problem]:
         """Everything that does not fit."""
         yield from super().problems()
-        yield from _placement_problems(self.reference, self.backend)
+        if not self.loss.is_reference_free:
+            yield from _placement_problems(self.reference, self.backend)
 
 
 class GRPORun(RunBase):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+
+import torch
 
 from rl_megatron.config.runs import DPORun, GRPORun
 from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces import metric_names as names
+from rl_megatron.losses.preference import ImplicitRewards, pair_loss
 
 # Policy and reference run the same forward passes; bf16 passes of other shapes differ in rounding.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -30,12 +32,18 @@ def check_first_grpo_step(run: GRPORun, metrics: Mapping[str, float]) -> None:
 
 
 def check_first_dpo_step(run: DPORun, metrics: Mapping[str, float]) -> None:
-    """Raise NumericsError unless an equal reference gave margin 0 and loss ln 2."""
-    if not _reference_is_start(run) or metrics[names.OPTIMIZER_SKIPPED]:
+    """Raise NumericsError unless an equal reference gave margin 0 and its loss: ln 2 for DPO."""
+    if run.loss.is_reference_free or not _reference_is_start(run):
         return
+    if metrics[names.OPTIMIZER_SKIPPED]:
+        return
+    loss = run.loss
+    no_margin = torch.zeros(1, dtype=torch.float64)
+    formula = pair_loss(loss.loss_type, loss.beta, loss.label_smoothing)
+    expected = float(formula(ImplicitRewards(no_margin, no_margin)))
     _check(
         metrics,
-        {names.REWARDS_MARGINS: 0.0, names.LOSS_DPO: math.log(2)},
+        {names.REWARDS_MARGINS: 0.0, names.LOSS_DPO: expected},
         _TOLERANCE[run.model.dtype],
         "policy and reference are the same model. Look for dropout, log-probs of other rows, or a "
         "layout whose ranks hold other weights",
@@ -50,7 +58,7 @@ def _check(
     metrics: Mapping[str, float], expected: Mapping[str, float], tolerance: float, why: str
 ) -> None:
     for name, value in expected.items():
-        if not abs(metrics[name] - value) <= tolerance:
+        if not abs(metrics[name] - value) <= tolerance * max(1.0, abs(value)):
             raise NumericsError(
                 f"{name} is {metrics[name]} in the first step and must be {value:.6g} (within "
                 f"{tolerance}): {why}. The run stops before it trains on wrong numbers."

@@ -66,7 +66,7 @@ class DPOTask:
     """See `build_dpo`."""
 
     policy: PolicyBackend
-    reference: Scorer
+    reference: Scorer | None
     batches: Batches
     evaluate: Callable[[], dict[str, float]]
 
@@ -97,7 +97,7 @@ def build_sft(run: SFTRun, process: Process) -> SFTTask:
 
 
 def build_dpo(run: DPORun, process: Process) -> DPOTask:
-    """Policy, reference and preference pairs."""
+    """Policy, reference if the loss has one, and preference pairs."""
     tokenizer = build_tokenizer(run)
 
     def load(source: DataSource, setting: str) -> list[PreferencePair]:
@@ -107,7 +107,9 @@ def build_dpo(run: DPORun, process: Process) -> DPOTask:
     batches = _batches(run, load, pack_preferences)
     micro_batching = _micro_batching(run.train)
     policy = build_policy(run, process, micro_batching)
-    reference = build_reference(run, process, micro_batching, policy)
+    reference = None
+    if not run.loss.is_reference_free:
+        reference = build_reference(run, process, micro_batching, policy)
     return DPOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer))
 
 

@@ -437,6 +437,46 @@ def test_the_loss_of_sft_needs_no_kernel():
     )
 
 
+DPO_COMPLAINTS = {
+    "robust against nothing": (
+        {"loss__loss_type": "robust"},
+        "loss.label_smoothing = 0.0: loss.loss_type robust corrects for labels that are wrong with "
+        "this probability; set it, e.g. to 0.1, or take loss_type=sigmoid",
+    ),
+    "smoothing that is not read": (
+        {"loss__loss_type": "ipo", "loss__label_smoothing": 0.1},
+        "loss.label_smoothing = 0.1: has no effect: loss.loss_type ipo does not read it; remove "
+        "this key",
+    ),
+    "a margin that is not asked for": (
+        {"loss__simpo_gamma": 0.5},
+        "loss.simpo_gamma = 0.5: has no effect: loss.loss_type sigmoid does not read it; remove "
+        "this key",
+    ),
+    "a second likelihood": (
+        {"loss__loss_type": "orpo", "loss__rpo_alpha": 1.0},
+        "loss.rpo_alpha = 1.0: has no effect: loss.loss_type orpo does not read it; remove this "
+        "key",
+    ),
+    "a reference that is not read": (
+        {"loss__loss_type": "simpo", "reference__placement": "swapped"},
+        'reference = {"path": null, "placement": "swapped"}: has no effect: loss.loss_type simpo '
+        "has no reference; remove this key",
+    ),
+    "a loss that is none": (
+        {"loss__loss_type": "sigmod"},
+        "loss.loss_type = 'sigmod': must be one of sigmoid, sigmoid_norm, robust, hinge, ipo, "
+        "simpo, orpo; did you mean 'sigmoid'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DPO_COMPLAINTS)
+def test_dpo_10_an_option_that_a_loss_ignores_is_refused(case):
+    settings, text = DPO_COMPLAINTS[case]
+    assert complaint(DPORun, DPO, **settings) == text
+
+
 def test_dpo_label_smoothing_stays_below_a_half():
     assert complaint(DPORun, DPO, loss__label_smoothing=0.5) == (
         "loss.label_smoothing = 0.5: must be below 0.5; without this key it is 0.0"

@@ -64,6 +64,26 @@ def test_dpo_that_does_not_start_at_ln_2_stops_the_run(broken, said):
     dpo(**broken, skipped=1.0)
 
 
+# Losses at margin 0; ipo's is (1 / (2 beta))^2.
+OTHER_LOSSES = {
+    "robust": (LN_2, {"loss__label_smoothing": 0.1}),
+    "hinge": (1.0, {}),
+    "ipo": (6.25, {"loss__beta": 0.2}),
+}
+
+
+@pytest.mark.parametrize("loss_type", OTHER_LOSSES)
+def test_other_losses_start_at_their_own_value(loss_type):
+    start, settings = OTHER_LOSSES[loss_type]
+    dpo(loss=start, loss__loss_type=loss_type, **settings)
+    with pytest.raises(NumericsError, match="loss/dpo is 3.0 "):
+        dpo(loss=3.0, loss__loss_type=loss_type, **settings)
+
+
+def test_a_loss_without_reference_starts_anywhere():
+    dpo(margin=1.5, loss=0.2, loss__loss_type="simpo")
+
+
 def test_bfloat16_may_round():
     grpo(ratio=1.02, model__dtype="bfloat16")
     with pytest.raises(NumericsError):
