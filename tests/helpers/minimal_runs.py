@@ -2,6 +2,12 @@
 
 from typing import Any
 
+import pytest
+
+from rl_megatron.config import build_run
+from rl_megatron.config.runs import RunBase
+from rl_megatron.errors import ConfigError
+
 SFT: dict[str, Any] = {
     "name": "a-run",
     "model": {"path": "models/tiny"},
@@ -27,3 +33,12 @@ def with_settings(run: dict[str, Any], **settings: Any) -> dict[str, Any]:
             at = at[part]
         at[name] = value
     return changed
+
+
+def complaint(run_class: type[RunBase], run: dict[str, Any], **settings: Any) -> str:
+    """The one line of complaint, without its header."""
+    with pytest.raises(ConfigError) as error:
+        build_run(run_class, with_settings(run, **settings))
+    header, *lines = str(error.value).splitlines()
+    assert header == f"1 mistake in {run_class.__name__}:"
+    return "\n".join(line.strip() for line in lines)

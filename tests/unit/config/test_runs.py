@@ -3,17 +3,7 @@
 import pytest
 
 from rl_megatron.config import DPORun, GRPORun, SFTRun, build_run, dump_run
-from rl_megatron.errors import ConfigError
-from tests.helpers.minimal_runs import DPO, GRPO, SFT, with_settings
-
-
-def complaint(run_class, run, **settings):
-    """The one line of complaint, without its header."""
-    with pytest.raises(ConfigError) as error:
-        build_run(run_class, with_settings(run, **settings))
-    header, *lines = str(error.value).splitlines()
-    assert header == f"1 mistake in {run_class.__name__}:"
-    return "\n".join(line.strip() for line in lines)
+from tests.helpers.minimal_runs import DPO, GRPO, SFT, complaint, with_settings
 
 
 @pytest.mark.parametrize(("run_class", "run"), [(SFTRun, SFT), (DPORun, DPO), (GRPORun, GRPO)])
@@ -327,44 +317,6 @@ def test_rw_09_a_buffer_as_long_as_the_maximum_is_accepted():
     assert run.rewards[0].buffer_tokens == 100
 
 
-STEP_COMPLAINTS = {
-    "no length": (
-        {"train": {}},
-        "train.num_steps = null: the length of the run is not set; set train.num_steps or "
-        "train.num_epochs",
-    ),
-    "two lengths": (
-        {"train__num_epochs": 2},
-        "train.num_steps = 100: train.num_epochs (2) is set too; set one of the two to null",
-    ),
-    "an evaluation without rewards": (
-        {"evaluation": {"data": {"path": "eval.jsonl"}}},
-        "evaluation.rewards = []: nothing says how responses are scored; list at least one, e.g. "
-        "{name: answer_tag}",
-    ),
-    "a reward of evaluation that cannot be earned": (
-        {
-            "data__eval": {"path": "eval.jsonl"},
-            "evaluation": {"rewards": [{"name": "overlong", "buffer_tokens": 300}]},
-        },
-        "evaluation.rewards.0.buffer_tokens = 300: must not be above "
-        "evaluation.max_response_tokens (256): even an empty response would be punished; lower it",
-    ),
-    "a warm-up longer than the run": (
-        {"optimizer__lr_warmup_steps": 101},
-        "optimizer.lr_warmup_steps = 101: must not be above the run's 100 optimiser steps "
-        "(train.num_steps); lower it",
-    ),
-}
-
-
-@pytest.mark.parametrize("run_class", [SFTRun, DPORun])
-@pytest.mark.parametrize("case", STEP_COMPLAINTS)
-def test_sft_and_dpo_settings_that_do_not_fit(case, run_class):
-    settings, text = STEP_COMPLAINTS[case]
-    assert complaint(run_class, SFT, **settings) == text
-
-
 def test_allow_k1_loss_is_for_k1_only():
     settings = {"loss__use_kl_loss": True, "loss__allow_k1_loss": True}
     assert build_run(GRPORun, with_settings(GRPO, **settings, loss__kl_loss_type="k1"))
@@ -391,14 +343,6 @@ def test_dynamic_sampling_by_the_name_of_a_function():
         rollout__dynamic_sampling={"reward": "right"},
     )
     assert build_run(GRPORun, run).rollout.dynamic_sampling.max_refills == 20
-
-
-def test_dpo_swaps_its_reference_with_megatron_only():
-    settings = {"backend": "torch", "reference__placement": "swapped"}
-    assert complaint(DPORun, DPO, **settings) == (
-        "reference.placement = 'swapped': backend torch does not swap weights; set it to resident "
-        "or set backend=megatron"
-    )
 
 
 WHOLE_SEQUENCES = {
@@ -428,59 +372,6 @@ def test_one_pass_needs_a_loss_of_single_tokens(case):
 @pytest.mark.parametrize(("run_class", "run"), [(GRPORun, GRPO), (SFTRun, SFT)])
 def test_one_pass_suits_losses_of_single_tokens(run_class, run):
     assert build_run(run_class, with_settings(run, kernels__one_pass=True)).kernels.one_pass
-
-
-def test_the_loss_of_sft_needs_no_kernel():
-    assert complaint(SFTRun, SFT, kernels__losses="triton") == (
-        "kernels.losses = 'triton': has no effect: the loss of supervised fine-tuning is a plain "
-        "sum; remove this key"
-    )
-
-
-DPO_COMPLAINTS = {
-    "robust against nothing": (
-        {"loss__loss_type": "robust"},
-        "loss.label_smoothing = 0.0: loss.loss_type robust corrects for labels that are wrong with "
-        "this probability; set it, e.g. to 0.1, or take loss_type=sigmoid",
-    ),
-    "smoothing that is not read": (
-        {"loss__loss_type": "ipo", "loss__label_smoothing": 0.1},
-        "loss.label_smoothing = 0.1: has no effect: loss.loss_type ipo does not read it; remove "
-        "this key",
-    ),
-    "a margin that is not asked for": (
-        {"loss__simpo_gamma": 0.5},
-        "loss.simpo_gamma = 0.5: has no effect: loss.loss_type sigmoid does not read it; remove "
-        "this key",
-    ),
-    "a second likelihood": (
-        {"loss__loss_type": "orpo", "loss__rpo_alpha": 1.0},
-        "loss.rpo_alpha = 1.0: has no effect: loss.loss_type orpo does not read it; remove this "
-        "key",
-    ),
-    "a reference that is not read": (
-        {"loss__loss_type": "simpo", "reference__placement": "swapped"},
-        'reference = {"path": null, "placement": "swapped"}: has no effect: loss.loss_type simpo '
-        "has no reference; remove this key",
-    ),
-    "a loss that is none": (
-        {"loss__loss_type": "sigmod"},
-        "loss.loss_type = 'sigmod': must be one of sigmoid, sigmoid_norm, robust, hinge, ipo, "
-        "simpo, orpo; did you mean 'sigmoid'?",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", DPO_COMPLAINTS)
-def test_dpo_10_an_option_that_a_loss_ignores_is_refused(case):
-    settings, text = DPO_COMPLAINTS[case]
-    assert complaint(DPORun, DPO, **settings) == text
-
-
-def test_dpo_label_smoothing_stays_below_a_half():
-    assert complaint(DPORun, DPO, loss__label_smoothing=0.5) == (
-        "loss.label_smoothing = 0.5: must be below 0.5; without this key it is 0.0"
-    )
 
 
 def test_counts_of_a_grpo_run():
