@@ -1,0 +1,10 @@
+"""A preference loss, its gradient and its metrics in three launches."""
+
+from rl_megatron.kernels.preference_loss.door import (
+    METRICS,
+    PreferenceLossResult,
+    PreferenceLossSettings,
+    preference_loss,
+)
+
+__all__ = ["METRICS", "PreferenceLossResult", "PreferenceLossSettings", "preference_loss"]

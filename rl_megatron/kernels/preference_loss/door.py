@@ -1,0 +1,162 @@
+"""From per-token log-probs of packed pairs to a preference loss, on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rl_megatron.interfaces import metric_names as names
+from rl_megatron.kernels.launch import launch
+from rl_megatron.kernels.preference_loss.kernels import (
+    NUM_COLUMNS,
+    NUM_SUMS,
+    pairs_kernel,
+    spread_kernel,
+    sums_kernel,
+)
+
+# What stands where in the values that the kernels return.
+METRICS = (
+    names.LOSS_DPO,
+    names.REWARDS_CHOSEN,
+    names.REWARDS_REJECTED,
+    names.REWARDS_MARGINS,
+    names.REWARDS_ACCURACIES,
+    names.LOGPS_CHOSEN,
+    names.LOGPS_REJECTED,
+    names.LOSS_NLL,
+)
+TOKENS_BLOCK, TOKENS_WARPS = 1024, 4
+PAIRS_BLOCK, PAIRS_WARPS = 64, 2
+
+
+@dataclass(frozen=True)
+class PreferenceLossSettings:
+    """The numbers that `losses/dpo.py` binds into an objective, under the same names."""
+
+    beta: float = 0.1
+    loss_type: Literal["sigmoid"] = "sigmoid"
+    label_smoothing: float = 0.0
+    rpo_alpha: float | None = None
+
+
+@dataclass(frozen=True)
+class PreferenceLossResult:
+    """What a micro-batch comes to.
+
+    Attributes:
+        loss: fp64, differentiable by the log-probs.
+        metrics: Shares by name, 0-dim fp64 without gradient, those that these settings define.
+    """
+
+    loss: Float[Tensor, ""]
+    metrics: dict[str, Float[Tensor, ""]]
+
+
+def preference_loss(
+    settings: PreferenceLossSettings,
+    logprobs: Float[Tensor, " T"],
+    ref_logprobs: Float[Tensor, " T"],
+    loss_weights: Float[Tensor, " T"],
+    cu_seqlens: Int[Tensor, " N_plus_1"],
+    pair_scale: float,
+) -> PreferenceLossResult:
+    """The loss and metrics of `losses/dpo.py`, from two launches; a third is the gradient.
+
+    All tensors are on one GPU, and nothing waits for it. A token counts where its weight is not 0;
+    what stands elsewhere is not read. A pair counts if both of its sides have such a token.
+
+    Args:
+        settings: The numbers of the loss.
+        logprobs: Under the policy now, with gradient.
+        ref_logprobs: Under the reference.
+        loss_weights: Only whether they are 0 matters.
+        cu_seqlens: Boundaries of the sequences, from 0 to T: chosen, rejected, chosen, ...
+        pair_scale: What per-pair values are multiplied by: 1 / num_pairs of the mini-batch.
+    """
+    assert len(cu_seqlens) % 2 == 1, "sequences come in pairs: chosen, rejected"
+    loss, values = _PreferenceLoss.apply(
+        logprobs, ref_logprobs, loss_weights, cu_seqlens, settings, pair_scale
+    )
+    metrics = dict(zip(METRICS, values.unbind(), strict=True))
+    if settings.rpo_alpha is None:
+        del metrics[names.LOSS_NLL]
+    return PreferenceLossResult(loss, metrics)
+
+
+class _PreferenceLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        loss_weights: Tensor,
+        cu_seqlens: Tensor,
+        settings: PreferenceLossSettings,
+        pair_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        num_sequences = len(cu_seqlens) - 1
+        loss_weights = loss_weights.contiguous()
+        sums = logprobs.new_empty(num_sequences, NUM_SUMS.value, dtype=torch.float64)
+        slopes = logprobs.new_empty(num_sequences, dtype=torch.float64)
+        values = logprobs.new_empty(NUM_COLUMNS.value, dtype=torch.float64)
+        loss = logprobs.new_empty((), dtype=torch.float64)
+        launch(
+            sums_kernel,
+            (max(num_sequences, 1),),
+            logprobs.contiguous(),
+            ref_logprobs.contiguous(),
+            loss_weights,
+            cu_seqlens,
+            sums,
+            num_sequences,
+            BLOCK=TOKENS_BLOCK,
+            num_warps=TOKENS_WARPS,
+            enable_fp_fusion=True,
+        )
+        launch(
+            pairs_kernel,
+            (1,),
+            sums,
+            slopes,
+            values,
+            loss,
+            num_sequences // 2,
+            settings.beta,
+            settings.label_smoothing,
+            settings.rpo_alpha or 0.0,
+            pair_scale,
+            LOSS_TYPE=settings.loss_type,
+            BLOCK=PAIRS_BLOCK,
+            num_warps=PAIRS_WARPS,
+            enable_fp_fusion=True,
+        )
+        ctx.save_for_backward(slopes, loss_weights, cu_seqlens)
+        ctx.dtype = logprobs.dtype
+        ctx.mark_non_differentiable(values)
+        # Else a gradient of zeros is made for `values`: a launch for nothing.
+        ctx.set_materialize_grads(False)
+        return loss, values
+
+    @staticmethod
+    def backward(ctx: Any, g_loss: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        slopes, loss_weights, cu_seqlens = ctx.saved_tensors
+        g_logprob = torch.empty_like(loss_weights, dtype=ctx.dtype)
+        if len(slopes):
+            launch(
+                spread_kernel,
+                (len(slopes),),
+                slopes,
+                g_loss,
+                loss_weights,
+                cu_seqlens,
+                g_logprob,
+                BLOCK=TOKENS_BLOCK,
+                num_warps=TOKENS_WARPS,
+                enable_fp_fusion=True,
+            )
+        return g_logprob, None, None, None, None, None

@@ -1,0 +1,169 @@
+"""Preference losses in Triton: sums per sequence, a formula per pair, and the way back to tokens.
+
+What is worked out for a pair, and why, stands with the definitions in `losses/dpo.py`; here are
+the same functions and their derivatives, in fp64.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+from rl_megatron.kernels.device_math import load_counted, log_sigmoid, sigmoid
+
+# Columns of the sums of a sequence.
+LOGP = tl.constexpr(0)
+REF_LOGP = tl.constexpr(1)
+NUM_COUNTED = tl.constexpr(2)
+NUM_SUMS = tl.constexpr(3)
+# Columns of the metrics.
+LOSS = tl.constexpr(0)
+CHOSEN = tl.constexpr(1)
+REJECTED = tl.constexpr(2)
+MARGIN = tl.constexpr(3)
+ACCURACY = tl.constexpr(4)
+LOGP_CHOSEN = tl.constexpr(5)
+LOGP_REJECTED = tl.constexpr(6)
+NLL = tl.constexpr(7)
+NUM_COLUMNS = tl.constexpr(8)
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences"],
+    do_not_specialize_on_alignment=["logprobs_ptr", "ref_logprobs_ptr", "weights_ptr"],
+)
+@no_type_check
+def sums_kernel(
+    logprobs_ptr,
+    ref_logprobs_ptr,
+    weights_ptr,
+    cu_seqlens_ptr,
+    sums_ptr,
+    num_sequences,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Sums over the counted tokens of one sequence per program: log-probs, reference, a count."""
+    sequence = tl.program_id(0)
+    here = sequence < num_sequences
+    first = tl.load(cu_seqlens_ptr + sequence, mask=here, other=0).to(tl.int32)
+    last = tl.load(cu_seqlens_ptr + sequence + 1, mask=here, other=0).to(tl.int32)
+    logp = tl.zeros([BLOCK], tl.float64)
+    ref_logp = tl.zeros([BLOCK], tl.float64)
+    num_counted = tl.zeros([BLOCK], tl.float64)
+    for start in range(first, last, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        counted = tl.load(weights_ptr + index, mask=index < last, other=0.0) != 0
+        logp += load_counted(logprobs_ptr, index, counted)
+        ref_logp += load_counted(ref_logprobs_ptr, index, counted)
+        num_counted += tl.where(counted, 1.0, 0.0)
+    out_ptr = sums_ptr + sequence * NUM_SUMS
+    tl.store(out_ptr + LOGP, tl.sum(logp, 0), mask=here)
+    tl.store(out_ptr + REF_LOGP, tl.sum(ref_logp, 0), mask=here)
+    tl.store(out_ptr + NUM_COUNTED, tl.sum(num_counted, 0), mask=here)
+
+
+@triton.jit
+@no_type_check
+def pair_loss(
+    chosen,
+    rejected,
+    beta,
+    label_smoothing,
+    LOSS_TYPE: tl.constexpr,  # noqa: N803
+):
+    """Loss of each pair, and its slopes in the two log-ratios of policy and reference.
+
+    Another loss type is another branch.
+    """
+    tl.static_assert(LOSS_TYPE == "sigmoid")
+    margin = beta * (chosen - rejected)
+    loss = -(1.0 - label_smoothing) * log_sigmoid(margin) - label_smoothing * log_sigmoid(-margin)
+    slope = beta * (label_smoothing * sigmoid(margin) - (1.0 - label_smoothing) * sigmoid(-margin))
+    return loss, slope, -slope
+
+
+@triton.jit
+@no_type_check
+def added(totals, column, values, valid):
+    """`totals` with the sum of the valid `values` added to one column."""
+    total = tl.sum(tl.where(valid, values, 0.0), 0)
+    return tl.where(tl.arange(0, NUM_COLUMNS) == column, totals + total, totals)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+@no_type_check
+def pairs_kernel(
+    sums_ptr,
+    slopes_ptr,
+    values_ptr,
+    loss_ptr,
+    num_pairs,
+    beta: tl.float64,
+    label_smoothing: tl.float64,
+    rpo_alpha: tl.float64,
+    pair_scale: tl.float64,
+    LOSS_TYPE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """All pairs, in order: loss, metrics, and the slope of the loss in each sequence's log-prob."""
+    totals = tl.zeros([NUM_COLUMNS], tl.float64)
+    for start in range(0, num_pairs, BLOCK):
+        pairs = start + tl.arange(0, BLOCK)
+        inside = pairs < num_pairs
+        chosen_ptr = sums_ptr + pairs * (2 * NUM_SUMS)
+        rejected_ptr = chosen_ptr + NUM_SUMS
+        num_chosen = tl.load(chosen_ptr + NUM_COUNTED, mask=inside, other=0.0)
+        num_rejected = tl.load(rejected_ptr + NUM_COUNTED, mask=inside, other=0.0)
+        valid = (num_chosen > 0) & (num_rejected > 0)
+        logp_chosen = tl.load(chosen_ptr + LOGP, mask=valid, other=0.0)
+        logp_rejected = tl.load(rejected_ptr + LOGP, mask=valid, other=0.0)
+        chosen = logp_chosen - tl.load(chosen_ptr + REF_LOGP, mask=valid, other=0.0)
+        rejected = logp_rejected - tl.load(rejected_ptr + REF_LOGP, mask=valid, other=0.0)
+        loss, slope_chosen, slope_rejected = pair_loss(
+            chosen, rejected, beta, label_smoothing, LOSS_TYPE
+        )
+        length = tl.maximum(num_chosen, 1.0)
+        slope_chosen = (slope_chosen - rpo_alpha / length) * pair_scale
+        slope_rejected = slope_rejected * pair_scale
+        place = slopes_ptr + 2 * pairs
+        tl.store(place, tl.where(valid, slope_chosen, 0.0), mask=inside)
+        tl.store(place + 1, tl.where(valid, slope_rejected, 0.0), mask=inside)
+        margin = beta * chosen - beta * rejected
+        totals = added(totals, LOSS, loss, valid)
+        totals = added(totals, CHOSEN, beta * chosen, valid)
+        totals = added(totals, REJECTED, beta * rejected, valid)
+        totals = added(totals, MARGIN, margin, valid)
+        totals = added(totals, ACCURACY, tl.where(margin > 0, 1.0, 0.0), valid)
+        totals = added(totals, LOGP_CHOSEN, logp_chosen, valid)
+        totals = added(totals, LOGP_REJECTED, logp_rejected, valid)
+        totals = added(totals, NLL, -logp_chosen / length, valid)
+    columns = tl.arange(0, NUM_COLUMNS)
+    totals = totals * pair_scale
+    tl.store(values_ptr + columns, totals)
+    coefficients = tl.where(columns == LOSS, 1.0, tl.where(columns == NLL, rpo_alpha, 0.0))
+    terms = tl.where(coefficients == 0, 0.0, coefficients * totals)
+    tl.store(loss_ptr, tl.sum(terms, 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["weights_ptr", "g_logprob_ptr"])
+@no_type_check
+def spread_kernel(
+    slopes_ptr,
+    upstream_ptr,
+    weights_ptr,
+    cu_seqlens_ptr,
+    g_logprob_ptr,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """The slope of each sequence to each of its counted tokens, one sequence per program."""
+    sequence = tl.program_id(0)
+    first = tl.load(cu_seqlens_ptr + sequence).to(tl.int32)
+    last = tl.load(cu_seqlens_ptr + sequence + 1).to(tl.int32)
+    slope = tl.load(slopes_ptr + sequence) * tl.load(upstream_ptr)
+    for start in range(first, last, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < last
+        weights = tl.load(weights_ptr + index, mask=inside, other=0.0)
+        tl.store(g_logprob_ptr + index, tl.where(weights != 0, slope, 0.0), mask=inside)
