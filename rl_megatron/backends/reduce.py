@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces import metric_names as names
@@ -50,6 +51,22 @@ def _metric_names(process: Process, outputs: list[dict[str, Any]]) -> tuple[list
         dist.broadcast_object_list(known, src=process.layout.world_size - 1)
     shares, maxima = known[0]
     return shares, maxima
+
+
+def with_balance(
+    process: Process, metrics: dict[str, float], share: Tensor, coefficient: float
+) -> dict[str, float]:
+    """The metrics with the balance loss of experts in them, and in the total.
+
+    Args:
+        process: This rank.
+        metrics: Of the mini-batch.
+        share: Scalar; the balance of this rank's layers and tokens, which no other rank counts.
+        coefficient: Its factor in the loss.
+    """
+    balance = float(process.all_reduce(share))
+    total = metrics[names.LOSS_TOTAL] + coefficient * balance
+    return metrics | {names.LOSS_TOTAL: total, names.LOSS_MOE_BALANCE: balance}
 
 
 def check_finite(metrics: dict[str, float], grad_norm: float) -> None:

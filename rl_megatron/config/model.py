@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from rl_megatron.config.base import Strict
 
@@ -27,6 +27,11 @@ class ModelConfig(Strict):
 
     recompute: Literal["none", "full"] = "none"
     """full: keep only the input of each layer and compute the rest again in the backward pass."""
+
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """Coefficient of the balance loss of a model with experts: of each sequence by itself
+    (DeepSeek-V3, eq. 17-20), mean over the sequences, sum over the layers. 0: none. Backend
+    megatron."""
 
     chat_template: str | None = None
     """Path of a jinja file that replaces the tokenizer's own chat template."""

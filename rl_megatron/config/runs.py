@@ -130,6 +130,13 @@ class RunBase(Strict):
                 "backend torch does not recompute; remove this key or set backend=megatron",
                 others=("backend",),
             )
+        if self.model.moe_aux_loss_coeff:
+            yield Problem(
+                "model.moe_aux_loss_coeff",
+                self.model.moe_aux_loss_coeff,
+                "backend torch has no balance loss; remove this key or set backend=megatron",
+                others=("backend",),
+            )
         for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
             size = getattr(self.parallel, key)
             if size > 1:

@@ -11,6 +11,8 @@ LOSS_KL = "loss/kl"
 LOSS_ENTROPY = "loss/entropy"
 LOSS_DPO = "loss/dpo"
 LOSS_NLL = "loss/nll"
+# Balance over experts, summed over layers: their number where every sequence gives all the same.
+LOSS_MOE_BALANCE = "loss/moe_balance"
 
 # The policy now against the policy at the start of the step, per token. The ratio is the one that
 # the loss is made of: in mode gspo that of the whole response, on each of its tokens.

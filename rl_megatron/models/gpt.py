@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_megatron.kernels.linear_logprob import TokenGradient, linear_logprob
 from rl_megatron.models.attention import CoreAttention
+from rl_megatron.models.balance import follow_balance, prepare_scale, set_router
 from rl_megatron.models.norm import RMSNorm
 from rl_megatron.models.rope import inverse_frequencies
 from rl_megatron.models.sequence import SequenceContext
@@ -98,7 +99,7 @@ def transformer_config(
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, Any]:
-    """What Megatron's config says of experts: no token is dropped, no balance is asked for."""
+    """What Megatron's config says of experts: no token is dropped. Balance is ours (balance.py)."""
     experts = shape.experts
     if experts is None:
         return {}
@@ -134,6 +135,8 @@ def block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) 
             qk_layernorm=shape.qk_norm,
         )
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        if num_experts is not None:
+            set_router(layer)
         return layer
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
@@ -144,6 +147,8 @@ def block_spec(shape: ModelShape, config: TransformerConfig, chunk: int | None) 
         modules.self_attention.submodules.q_layernorm = RMSNorm
         modules.self_attention.submodules.k_layernorm = RMSNorm
     modules.self_attention.submodules.core_attention = CoreAttention
+    if num_experts is not None:
+        set_router(layer)
     num_layers = get_num_layers_to_build(config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
@@ -243,7 +248,11 @@ def build_model(
             vp_stage=vp_stage,
         )
         chunks.append(model.to(device=process.device, dtype=dtype))
-        _mark_experts(chunks[-1])
+        if shape.experts is not None:
+            _mark_experts(chunks[-1])
+            prepare_scale(process.device)
+            for layer in model.decoder.layers:
+                follow_balance(layer)
     return chunks
 
 

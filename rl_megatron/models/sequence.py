@@ -13,6 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rl_megatron.models.balance import Balance
 from rl_megatron.models.spans import (
     Block,
     VariableLength,
@@ -70,6 +71,7 @@ class SequenceContext(PackedSeqParams):
         split: How tokens lie on the context-parallel ranks; None where each holds all of them.
         cache: Key-value cache in generation, else None.
         rows, positions: [T] cache row and position of every token, with a cache.
+        balance: For the routers of experts, in a step with a balance loss.
     """
 
     cos: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -81,6 +83,7 @@ class SequenceContext(PackedSeqParams):
     cache: KeyValueCache | None = None
     rows: Tensor | None = None
     positions: Tensor | None = None
+    balance: Balance | None = None
 
 
 def rotary_tables(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,15 @@ def check_shape_fits(parallel: ParallelConfig, shape: ModelShape) -> None:
     )
 
 
+def check_balance_fits(moe_aux_loss_coeff: float, shape: ModelShape) -> None:
+    """Raises ConfigError where a balance loss is asked of a model without experts."""
+    if moe_aux_loss_coeff and shape.experts is None:
+        raise ConfigError(
+            f"model.moe_aux_loss_coeff = {moe_aux_loss_coeff}: the model has no experts to balance "
+            f"(model_type {shape.family}); remove this key or take a model with experts"
+        )
+
+
 def start_process(run: RunBase, world_size: int) -> Process:
     """Join the job in the layout of the run."""
     check_world_size(run.parallel, world_size, run.cluster)
@@ -141,6 +150,7 @@ def _build_megatron(
 ) -> PolicyBackend:
     shape = read_shape(folder.hf)
     check_shape_fits(run.parallel, shape)
+    check_balance_fits(run.model.moe_aux_loss_coeff if trained else 0.0, shape)
     # Importing Megatron takes seconds; mistakes are found before.
     from rl_megatron.backends.megatron import MegatronBackend
     from rl_megatron.checkpoint.hf_load import load_hf_weights
@@ -171,6 +181,7 @@ def _build_megatron(
         optimizer=run.optimizer if trained else None,
         distributed_optimizer=run.parallel.use_distributed_optimizer,
         one_pass=run.kernels.one_pass,
+        moe_aux_loss_coeff=run.model.moe_aux_loss_coeff,
     )
 
 

@@ -78,6 +78,7 @@ def make_backend(
     recompute: str = "none",
     distributed_optimizer: bool = True,
     one_pass: bool = False,
+    moe_aux_loss_coeff: float = 0.0,
 ) -> MegatronBackend:
     """A backend with the weights of a model folder."""
     # Here, so that the process of pytest does without Megatron.
@@ -90,7 +91,14 @@ def make_backend(
     chunks = build_model(shape, process, dtype, VOCAB_DIVISOR, temperature, recompute)
     load_hf_weights(chunks, rules, folder, process)
     backend = MegatronBackend(
-        chunks, rules, process, micro_batching, optimizer, distributed_optimizer, one_pass
+        chunks,
+        rules,
+        process,
+        micro_batching,
+        optimizer,
+        distributed_optimizer,
+        one_pass,
+        moe_aux_loss_coeff,
     )
     _made.append(backend)
     return backend

@@ -25,6 +25,7 @@ from rl_megatron.backends.reduce import (
     counts_nothing,
     reduce_metrics,
     step_metrics,
+    with_balance,
 )
 from rl_megatron.backends.token_gradient import token_gradient
 from rl_megatron.checkpoint.hf_save import iter_hf_weights
@@ -38,6 +39,7 @@ from rl_megatron.interfaces.weights import WeightRule
 from rl_megatron.kernels.linear_logprob import TokenGradient
 from rl_megatron.losses.aggregate import totals
 from rl_megatron.metrics.trace import trace
+from rl_megatron.models.balance import BalanceLoss
 from rl_megatron.models.gpt import PolicyModel
 from rl_megatron.parallel.inference import inference_mode
 from rl_megatron.parallel.process import Process
@@ -58,6 +60,7 @@ class MegatronBackend:
         optimizer: Adam's settings; None for a frozen model.
         distributed_optimizer: Share optimizer state over data-parallel ranks.
         one_pass: Compute the gradient of the head in the forward pass, where the loss allows it.
+        moe_aux_loss_coeff: Coefficient of the balance loss of experts (models/balance.py).
     """
 
     def __init__(
@@ -69,12 +72,14 @@ class MegatronBackend:
         optimizer: OptimizerConfig | None = None,
         distributed_optimizer: bool = True,
         one_pass: bool = False,
+        moe_aux_loss_coeff: float = 0.0,
     ) -> None:
         self.chunks = chunks
         self.rules = rules
         self.process = process
         self.micro_batching = micro_batching
         self._one_pass = one_pass
+        self._balance_coefficient = moe_aux_loss_coeff
         self._offloaded = Offloaded()
         self._optimizer: Any = None
         self._modules: list[Any] = list(chunks)
@@ -123,8 +128,14 @@ class MegatronBackend:
         gradient = None
         if self._one_pass and objective.token_local:
             gradient = partial(_token_gradient, objective, counts)
-        outputs = self._run(batch, self._plan(batch), share, gradient, forward_only=False)
+        balance = None
+        if self._balance_coefficient:
+            num_sequences = int((batch.lengths > 0).sum())
+            balance = BalanceLoss(self._balance_coefficient, num_sequences, self.process.device)
+        outputs = self._run(batch, self._plan(batch), share, gradient, balance, forward_only=False)
         metrics = reduce_metrics(self.process, outputs, self._speaks)
+        if balance is not None:
+            metrics = with_balance(self.process, metrics, balance.total, balance.coefficient)
         return metrics | self._step(metrics, lr, skip=counts_nothing(batch))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -182,6 +193,7 @@ class MegatronBackend:
         plan: list[list[int]],
         share: LossShare,
         gradient: Callable[[MicroBatch], TokenGradient] | None = None,
+        balance: BalanceLoss | None = None,
         *,
         forward_only: bool,
     ) -> list[dict[str, Any]]:
@@ -194,7 +206,7 @@ class MegatronBackend:
 
         def forward_step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
             micro_batch = next(data)
-            context = micro_batch.context(self.chunks[0])
+            context = micro_batch.context(self.chunks[0], balance)
             token_gradient = None if gradient is None else gradient(micro_batch)
             rows = module(micro_batch.tokens, context, micro_batch.targets, token_gradient)
             trace(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import ModelOutput
+from rl_megatron.models.balance import Balance, BalanceLoss
 from rl_megatron.models.gpt import PolicyModel
 from rl_megatron.models.sequence import SequenceContext, packed_context
 from rl_megatron.parallel.context import ContextSplit, gather_rows, split_tokens
@@ -45,10 +46,14 @@ class MicroBatch:
     cu_seqlens: Tensor
     split: ContextSplit | None
 
-    def context(self, model: PolicyModel) -> SequenceContext:
-        """What the attention layers of `model` need to know."""
+    def context(self, model: PolicyModel, balance: BalanceLoss | None = None) -> SequenceContext:
+        """What the layers of `model` need to know; their routers too, in a step with `balance`."""
         device = self.tokens.device
-        return packed_context(self.cu_seqlens, model.inverse_frequencies, device, self.split)
+        context = packed_context(self.cu_seqlens, model.inverse_frequencies, device, self.split)
+        if balance is not None:
+            segments = self._router_segments(model.process)
+            context.balance = Balance(balance, segments, self.batch.lengths)
+        return context
 
     def output(self, rows: Tensor) -> ModelOutput:
         """Log-probs and entropy [T] of the batch's tokens from the model's rows [2, M].
@@ -62,6 +67,16 @@ class MicroBatch:
         # 0 from the row before it.
         shifted = torch.nn.functional.pad(rows, (1, 0))[:, self.place]
         return ModelOutput(shifted[0], shifted[1])
+
+    def _router_segments(self, process: Process) -> Tensor:
+        """Sequence of each token that the routers of this rank see; -1 for padding."""
+        segments = self.place.new_full((int(self.cu_seqlens[-1]),), -1)
+        segments[self.place] = self.batch.segment_ids
+        if self.split is not None:
+            segments = segments[self.split.local]
+        if process.layout.sequence_parallel:
+            segments = segments.chunk(process.layout.tensor)[process.tensor_rank]
+        return segments
 
 
 def make_micro_batch(batch: PackedBatch, process: Process, packed: bool) -> MicroBatch:

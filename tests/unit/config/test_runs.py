@@ -239,6 +239,11 @@ GRPO_COMPLAINTS = {
         "model.recompute = 'full': backend torch does not recompute; remove this key or set "
         "backend=megatron",
     ),
+    "balance of experts without Megatron": (
+        {"backend": "torch", "rollout__engine": "hf", "model__moe_aux_loss_coeff": 0.01},
+        "model.moe_aux_loss_coeff = 0.01: backend torch has no balance loss; remove this key or "
+        "set backend=megatron",
+    ),
     "a swapped reference without Megatron": (
         {
             "backend": "torch",

@@ -174,6 +174,13 @@ def test_a_layout_that_does_not_divide_the_heads(task):
         build_policy(run, ALONE, None)
 
 
+def test_a_balance_loss_of_a_model_without_experts(task):
+    run = sft(task, backend="megatron", model__moe_aux_loss_coeff=0.01)
+    said = r"^model.moe_aux_loss_coeff = 0.01: the model has no experts .*model_type llama.* remove"
+    with pytest.raises(ConfigError, match=said):
+        build_policy(run, ALONE, None)
+
+
 def test_the_plain_backend_under_torchrun(task):
     said = "backend = 'torch': runs in one process, and 2 were launched; start it with python"
     with pytest.raises(ConfigError, match=said):
