@@ -37,7 +37,7 @@ _ROW_BITS = 40
 
 def model_digest(chunks: Iterable[nn.Module], rules: Sequence[WeightRule], process: Process) -> str:
     """Digest of a Megatron model. Collective; each rank reads its own shards only."""
-    total = _Sum(process.device)
+    total = _Sum()
     for placement in place(chunks, rules, process):
         if _counts_here(placement, process):
             assert placement.parameter is not None
@@ -54,46 +54,59 @@ def model_digest(chunks: Iterable[nn.Module], rules: Sequence[WeightRule], proce
 
 def tensors_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
     """Digest of whole tensors under their Hugging Face names, each given once."""
-    total: _Sum | None = None
-    shapes = {}
+    total, shapes = _Sum(), {}
     for name, tensor in weights:
-        total = total or _Sum(tensor.device)
         shapes[name] = tuple(tensor.shape)
         total.add(_as_rows(tensor), _row_multipliers(name, tensor.shape[0]), slice(None))
-    lanes = torch.zeros(_LANES, dtype=torch.int64) if total is None else total.lanes.cpu()
-    return _finish(lanes, shapes)
+    return _finish(total.lanes, shapes)
 
 
-def folder_digest(folder: Path) -> str:
+def folder_digest(
+    folder: Path, dtype: torch.dtype | None = None, process: Process | None = None
+) -> str:
     """Digest of the weights in a Hugging Face folder; a tied head is the embedding, counted once.
+
+    Args:
+        folder: The folder.
+        dtype: As a model of this dtype would hold them; None: as they are.
+        process: This rank, if all ranks share the work. Collective then.
 
     Raises:
         CheckpointError: A file is missing or broken.
     """
     tied = read_json(folder / "config.json").get("tie_word_embeddings", False)
+    total = _Sum()
     with HFWeights(folder) as files:
         names = sorted(files.names - ({HEAD} if tied and EMBEDDING in files.names else set()))
-        return tensors_digest((name, files.read(name, (slice(None),))) for name in names)
+        first, step = (0, 1) if process is None else (process.rank, process.layout.world_size)
+        for name in names[first::step]:
+            tensor = files.read(name, (slice(None),)).to(dtype)
+            total.add(_as_rows(tensor), _row_multipliers(name, tensor.shape[0]), slice(None))
+        shapes = {name: files.record(name).shape for name in names}
+    lanes = total.lanes if process is None else process.all_reduce(total.lanes)
+    return _finish(lanes, shapes)
 
 
 class _Sum:
-    """The two sums, on the device of the weights."""
+    """The two sums, on the host; what is added stays where it is."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.lanes = torch.zeros(_LANES, dtype=torch.int64, device=device)
+    def __init__(self) -> None:
+        self.lanes = torch.zeros(_LANES, dtype=torch.int64)
 
     @torch.no_grad()
     def add(self, rows: Tensor, multipliers: Tensor, columns: slice) -> None:
         """Add rows [R, C], the part `columns` of theirs; multipliers [lanes, R], 0 to leave out."""
-        device = self.lanes.device
+        device = rows.device
         weights = _column_multipliers(rows.shape[1], columns.start or 0).to(device)
         multipliers = multipliers.to(device)
+        lanes = torch.zeros(_LANES, dtype=torch.int64, device=device)
         height = max(1, _BLOCK_ELEMENTS // max(rows.shape[1], 1))
         for start in range(0, rows.shape[0], height):
             bits = _mixed_bits(rows[start : start + height])
             for lane in range(_LANES):
                 sums = (bits * weights[lane]).sum(dim=1)
-                self.lanes[lane] += (sums * multipliers[lane, start : start + height]).sum()
+                lanes[lane] += (sums * multipliers[lane, start : start + height]).sum()
+        self.lanes += lanes.cpu()
 
 
 def _mixed_bits(values: Tensor) -> Tensor:

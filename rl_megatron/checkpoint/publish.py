@@ -43,6 +43,19 @@ def read_pointer(root: Path) -> int | None:
 
 
 @contextmanager
+def durable_file(path: Path) -> Iterator[Path]:
+    """A name to write to that becomes `path`, whole and durable, on leaving; by one process."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+        _fsync(aside)
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    _fsync(path.parent)
+
+
+@contextmanager
 def new_folder(folder: Path, process: Process, *, replace: bool = False) -> Iterator[Path]:
     """A folder to write into (`<name>.tmp`) that becomes `folder`, whole, on leaving. Collective.
 
@@ -94,11 +107,8 @@ def new_checkpoint(root: Path, iteration: int, process: Process) -> Iterator[Pat
 
 
 def _write_pointer(root: Path, iteration: int) -> None:
-    aside = root / (POINTER_FILE + ".tmp")
-    aside.write_text(f"{iteration}\n", encoding="utf-8")
-    _fsync(aside)
-    aside.rename(root / POINTER_FILE)
-    _fsync(root)
+    with durable_file(root / POINTER_FILE) as aside:
+        aside.write_text(f"{iteration}\n", encoding="utf-8")
 
 
 def _fsync_tree(folder: Path) -> None:

@@ -103,10 +103,10 @@ class DPOLossConfig(Strict):
     loss_type: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo"] = (
         "sigmoid"
     )
-    """sigmoid: DPO, eq. 7, with label_smoothing conservative DPO. sigmoid_norm: the same on log-probs
-    averaged over tokens. robust: unbiased where label_smoothing of the labels are wrong. hinge: no
-    loss above margin 1. ipo: margins per token towards 1 / (2 beta). simpo, orpo: without a
-    reference, on averaged log-probs."""
+    """sigmoid: DPO, eq. 7, with label_smoothing conservative DPO. sigmoid_norm: the same on
+    log-probs averaged over tokens. robust: unbiased where label_smoothing of the labels are wrong.
+    hinge: no loss above margin 1. ipo: margins per token towards 1 / (2 beta). simpo, orpo: without
+    a reference, on averaged log-probs."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """Probability that a preference is the wrong way round (sigmoid, sigmoid_norm, robust)."""

@@ -16,6 +16,7 @@ from rl_megatron.config.loss import DPOLossConfig, GRPOLossConfig
 from rl_megatron.config.model import ModelConfig, ReferenceConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ClusterConfig, ParallelConfig
+from rl_megatron.config.reference import DPOReferenceConfig
 from rl_megatron.config.rewards import (
     RewardConfig,
     RewardList,
@@ -212,7 +213,7 @@ class SFTRun(StepRunBase):
 class DPORun(StepRunBase):
     """Direct preference optimisation: chosen responses against rejected ones."""
 
-    reference: ReferenceConfig = ReferenceConfig()
+    reference: DPOReferenceConfig = DPOReferenceConfig()
 
     loss: DPOLossConfig = DPOLossConfig()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -31,10 +31,14 @@ from rl_megatron.runtime.build import (
 )
 from rl_megatron.runtime.evaluation import Evaluation
 from rl_megatron.runtime.groups import GroupSampler
+from rl_megatron.runtime.reference_cache import cached_reference, reference_scorer
 from rl_megatron.runtime.score import build_rewards
 from rl_megatron.weight_sync import InProcessSync
 
 Row = TypeVar("Row", Example, PreferencePair)
+
+# Of a part of the data that is scored together, for each data-parallel rank.
+_ROWS_PER_RANK = 128
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,13 @@ class Batches:
         num_steps: Steps of the run.
         take: The batch of step n, counted from 1.
         held_out: All held-out rows, or None.
+        everything: All rows, held-out ones too, in parts of moderate size.
     """
 
     num_steps: int
     take: Callable[[int], PackedBatch]
     held_out: PackedBatch | None
+    everything: Callable[[], Iterator[PackedBatch]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def build_sft(run: SFTRun, process: Process) -> SFTTask:
         data = run.data
         return load_sft(source, tokenizer, data.max_length, data.overlong, setting)
 
-    batches = _batches(run, load, pack_sft)
+    batches = _batches(run, load, pack_sft, process)
     policy = build_policy(run, process, _micro_batching(run.train))
     return SFTTask(policy, batches, _evaluator(run, process, policy, tokenizer))
 
@@ -104,11 +110,16 @@ def build_dpo(run: DPORun, process: Process) -> DPOTask:
         data = run.data
         return load_preferences(source, tokenizer, data.max_length, data.overlong, setting)
 
-    batches = _batches(run, load, pack_preferences)
+    batches = _batches(run, load, pack_preferences, process)
     micro_batching = _micro_batching(run.train)
     policy = build_policy(run, process, micro_batching)
-    reference = None
-    if not run.loss.is_reference_free:
+    reference: Scorer | None = None
+    if run.loss.is_reference_free:
+        pass
+    elif run.reference.precompute_ref_logprobs:
+        scorer = reference_scorer(run, process, micro_batching, policy)
+        reference = cached_reference(run, process, scorer, batches.everything)
+    else:
         reference = build_reference(run, process, micro_batching, policy)
     return DPOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer))
 
@@ -157,6 +168,7 @@ def _batches(
     run: SFTRun | DPORun,
     load: Callable[[DataSource, str], list[Row]],
     pack: Callable[[list[Row]], PackedBatch],
+    process: Process,
 ) -> Batches:
     rows = load(run.data.train, "data.train")
     size = run.train.global_batch_size
@@ -165,13 +177,19 @@ def _batches(
     if num_steps is None:
         assert run.train.num_epochs is not None
         num_steps = math.ceil(len(rows) * run.train.num_epochs / size)
-    held_out = None
-    if run.data.eval is not None:
-        held_out = pack(load(run.data.eval, "data.eval"))
+    held_out = [] if run.data.eval is None else load(run.data.eval, "data.eval")
+    part = _ROWS_PER_RANK * process.layout.data
+
+    def everything() -> Iterator[PackedBatch]:
+        for some in (rows, held_out):
+            for start in range(0, len(some), part):
+                yield pack(some[start : start + part])
+
     return Batches(
         num_steps=num_steps,
         take=lambda step: pack([rows[i] for i in sampler.take((step - 1) * size, size)]),
-        held_out=held_out,
+        held_out=pack(held_out) if held_out else None,
+        everything=everything,
     )
 
 

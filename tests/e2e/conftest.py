@@ -78,5 +78,5 @@ def dpo(task, runs, after_sft):
 
 @pytest.fixture(scope="session")
 def dpo_dp2(task, runs, after_sft):
-    swapped = "reference.placement=swapped"
+    swapped = "reference={precompute_ref_logprobs: false, placement: swapped}"
     return run_recipe("dpo", task, runs / "dpo_dp2", after_sft, swapped, ranks=2)

@@ -56,6 +56,8 @@ def settings(recipe: str, task: Path) -> dict[str, Any]:
             "evaluation": evaluation,
         }
     rows = ("sft.jsonl", "sft.jsonl") if recipe == "sft" else PREFERENCES
+    if recipe == "dpo":
+        run["reference"] = {"cache": str(task / "ref_cache")}
     return run | {
         "data": {
             "train": {"path": str(task / rows[0])},

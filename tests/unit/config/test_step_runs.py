@@ -44,7 +44,10 @@ def test_sft_and_dpo_settings_that_do_not_fit(case, run_class):
 
 
 def test_dpo_swaps_its_reference_with_megatron_only():
-    settings = {"backend": "torch", "reference__placement": "swapped"}
+    settings = {
+        "backend": "torch",
+        "reference": {"precompute_ref_logprobs": False, "placement": "swapped"},
+    }
     assert complaint(DPORun, DPO, **settings) == (
         "reference.placement = 'swapped': backend torch does not swap weights; set it to resident "
         "or set backend=megatron"
@@ -80,9 +83,19 @@ DPO_COMPLAINTS = {
         "key",
     ),
     "a reference that is not read": (
-        {"loss__loss_type": "simpo", "reference__placement": "swapped"},
-        'reference = {"path": null, "placement": "swapped"}: has no effect: loss.loss_type simpo '
-        "has no reference; remove this key",
+        {"loss__loss_type": "simpo", "reference__path": "models/other"},
+        'reference = {"path": "models/other", "precompute_ref_logprobs": true,...: has no effect: '
+        "loss.loss_type simpo has no reference; remove this key",
+    ),
+    "a place for a reference that is not held": (
+        {"reference__placement": "swapped"},
+        "reference.placement = 'swapped': has no effect: reference.precompute_ref_logprobs is true, "
+        "so no reference is held; remove this key or set that to false",
+    ),
+    "a cache that is not read": (
+        {"reference__precompute_ref_logprobs": False, "reference__cache": "cache"},
+        "reference.cache = 'cache': has no effect: reference.precompute_ref_logprobs is false; "
+        "remove this key or set that to true",
     ),
     "a loss that is none": (
         {"loss__loss_type": "sigmod"},

@@ -1,0 +1,236 @@
+"""Reference log-probs from a cache: found, completed and checked before the first step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_megatron.checkpoint.digest import folder_digest, model_digest, tensors_digest
+from rl_megatron.checkpoint.folders import resolve_model_folder
+from rl_megatron.checkpoint.ref_cache import (
+    Fingerprint,
+    RefCache,
+    RefCacheWriter,
+    make_fingerprint,
+    read_manifest,
+)
+from rl_megatron.config.runs import DPORun
+from rl_megatron.data.packing import MicroBatching
+from rl_megatron.errors import CheckpointError, NumericsError
+from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.protocols import PolicyBackend
+from rl_megatron.metrics.progress import RunProgress
+from rl_megatron.models.families import read_shape
+from rl_megatron.parallel.process import Process
+from rl_megatron.runtime.build import build_policy
+
+DEFAULT_ROOT = Path("runs/ref_cache")
+# A row computed twice, in other company: what two orders of adding up make of it.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
+
+logger = logging.getLogger(__name__)
+
+
+class CachedReference:
+    """The `Scorer` protocol on an open cache."""
+
+    def __init__(self, cache: RefCache) -> None:
+        self.cache = cache
+
+    def logprobs(self, batch: PackedBatch) -> Tensor:
+        """As computed by the reference; see `Scorer`."""
+        return self.cache.logprobs(batch)
+
+    def close(self) -> None:
+        """Nothing is held but mapped files."""
+
+
+@dataclass
+class LazyScorer:
+    """The reference, built when it is first needed.
+
+    Attributes:
+        build: Makes the frozen model.
+        borrowed: Whether it is the policy before its first step, which stays.
+    """
+
+    build: Callable[[], PolicyBackend]
+    borrowed: bool
+    model: PolicyBackend | None = None
+
+    def get(self) -> PolicyBackend:
+        """The model."""
+        if self.model is None:
+            self.model = self.build()
+        return self.model
+
+    def release(self) -> None:
+        """Let go of it, if it is only there for the cache."""
+        if self.model is not None and not self.borrowed:
+            self.model.close()
+        self.model = None
+
+
+def reference_scorer(
+    run: DPORun,
+    process: Process,
+    micro_batching: MicroBatching,
+    policy: PolicyBackend | None = None,
+) -> LazyScorer:
+    """The run's reference: the untrained `policy` itself where that is the same model."""
+    path = run.reference.path or run.model.path
+    if policy is not None and path == run.model.path:
+        return LazyScorer(lambda: policy, borrowed=True)
+    return LazyScorer(
+        lambda: build_policy(run, process, micro_batching, path, trained=False), borrowed=False
+    )
+
+
+def cached_reference(
+    run: DPORun,
+    process: Process,
+    scorer: LazyScorer,
+    chunks: Callable[[], Iterator[PackedBatch]],
+) -> CachedReference:
+    """The cache of the run's reference, holding every row of `chunks`. Collective.
+
+    Args:
+        run: The configuration.
+        process: This rank.
+        scorer: The reference, before anything was trained.
+        chunks: All rows, in any order, a moderate number at a time; called more than once.
+
+    Raises:
+        CheckpointError: The cache is damaged, was made for something else, or lacks rows that
+            may not be computed.
+        NumericsError: Rows computed again are others.
+    """
+    fingerprint = _fingerprint(run, process, scorer)
+    folder = cache_folder(run, fingerprint)
+    if read_manifest(folder) is None and not run.reference.build_cache:
+        RefCache.open(folder, fingerprint, process)
+    cache = None
+    if read_manifest(folder) is not None:
+        cache = RefCache.open(folder, fingerprint, process)
+    if cache is None or any(cache.missing(chunk) for chunk in chunks()):
+        if not run.reference.build_cache:
+            raise CheckpointError(
+                f"The reference cache {folder} lacks rows of the data, and reference.build_cache "
+                "is false. Run tools/ref_cache.py build with this config, or set it to true."
+            )
+        build_cache(folder, fingerprint, run, process, scorer, chunks)
+        cache = RefCache.open(folder, fingerprint, process)
+    verify_rows(run, cache, scorer, chunks)
+    _tell(cache, scorer, process)
+    scorer.release()
+    return CachedReference(cache)
+
+
+def cache_folder(run: DPORun, fingerprint: Fingerprint) -> Path:
+    """Where the cache of a run is."""
+    if run.reference.cache is not None:
+        return Path(run.reference.cache)
+    return DEFAULT_ROOT / fingerprint.id
+
+
+def build_cache(
+    folder: Path,
+    fingerprint: Fingerprint,
+    run: DPORun,
+    process: Process,
+    scorer: LazyScorer,
+    chunks: Callable[[], Iterator[PackedBatch]],
+) -> None:
+    """Compute the rows that the cache lacks, those of a killed build being kept. Collective."""
+    writer = RefCacheWriter(folder, fingerprint, process)
+    total = sum(1 for _ in chunks())
+    start, computed = time.monotonic(), 0
+    progress = RunProgress(
+        "reference log-probs", total, process.rank, {}, log_interval=max(1, total // 10)
+    )
+    with progress:
+        for number, chunk in enumerate(chunks(), start=1):
+            rows = writer.missing(chunk)
+            if rows:
+                part = chunk.select(rows).with_fields(paired=False)
+                writer.add(part, scorer.get().logprobs(part))
+                computed += part.num_tokens
+            progress.update(number, {})
+    seconds = time.monotonic() - start
+    writer.publish(
+        {
+            "model": run.reference.path or run.model.path,
+            "data": run.data.train.path,
+            "seconds_per_token": seconds / max(computed, 1),
+        }
+    )
+
+
+def verify_rows(
+    run: DPORun,
+    cache: RefCache,
+    scorer: LazyScorer,
+    chunks: Callable[[], Iterator[PackedBatch]],
+) -> None:
+    """Compute a few rows of the first chunk again and compare. Collective.
+
+    Raises:
+        NumericsError: They are not what the cache holds.
+    """
+    first = next(chunks())
+    generator = torch.Generator().manual_seed(run.seed)
+    count = min(run.reference.verify_rows, first.num_sequences)
+    rows = torch.randperm(first.num_sequences, generator=generator)[:count].tolist()
+    if not rows:
+        return
+    part = first.select(rows).with_fields(paired=False)
+    difference = (scorer.get().logprobs(part) - cache.logprobs(part)).abs().max()
+    tolerance = _TOLERANCE[run.model.dtype]
+    if not float(difference) <= tolerance:
+        raise NumericsError(
+            f"{count} rows of the reference cache {cache.folder} were computed again, and a "
+            f"log-prob is {float(difference):.3g} off (at most {tolerance}). The cache is not of "
+            "this model: remove the folder, and look for what changed beside its weights."
+        )
+
+
+def _fingerprint(run: DPORun, process: Process, scorer: LazyScorer) -> Fingerprint:
+    source = resolve_model_folder(
+        Path(run.reference.path or run.model.path),
+        "reference.path" if run.reference.path else "model.path",
+    )
+    if scorer.borrowed or source.megatron is not None:
+        digest = backend_digest(scorer.get(), process)
+    else:
+        digest = folder_digest(source.hf, getattr(torch, run.model.dtype), process)
+    return make_fingerprint(digest, read_shape(source.hf), run.model.dtype)
+
+
+def backend_digest(backend: PolicyBackend, process: Process) -> str:
+    """The weights digest of a model that a backend holds. Collective."""
+    from rl_megatron.backends.torch import TorchBackend
+
+    if isinstance(backend, TorchBackend):
+        return tensors_digest(backend.named_weights())
+    held: Any = backend
+    return model_digest(held.chunks, held.rules, process)
+
+
+def _tell(cache: RefCache, scorer: LazyScorer, process: Process) -> None:
+    manifest = cache.manifest
+    rate = manifest.about.get("seconds_per_token", 0.0)
+    logger.info(
+        "reference log-probs of %s rows (%s response tokens) from %s; no reference is held, and "
+        "%.3g s per 1,000 tokens of a step are saved",
+        f"{manifest.num_rows:,}",
+        f"{manifest.num_tokens:,}",
+        cache.folder,
+        1000 * rate,
+    )
