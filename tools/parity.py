@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    Console(width=max(Console().width, 160)).print(make_table(differences, bf16))
+    Console(width=max(Console().width, 170)).print(make_table(differences, bf16))
     print(describe(report))
     return 0 if report["equal"] else 1
 

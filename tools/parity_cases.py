@@ -112,6 +112,7 @@ class Row:
         model: One of MODELS.
         lonely: One sequence (pair) only: all data-parallel ranks but one have nothing.
         dtype: Of weights and activations.
+        balance: With the balance loss of experts.
     """
 
     title: str
@@ -120,11 +121,17 @@ class Row:
     model: str = "dense"
     lonely: bool = False
     dtype: torch.dtype = torch.float32
+    balance: bool = False
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """All, or every loss once where that is enough: in bf16."""
-        return EVERY_LOSS if self.is_bf16 else CASES
+        """All, or every loss once where that is enough: in bf16, and with a loss beside it."""
+        return EVERY_LOSS if self.is_bf16 or self.balance else CASES
+
+    @property
+    def model_key(self) -> tuple[Layout, str, torch.dtype, bool]:
+        """Rows with the same have one model in common."""
+        return self.layout, self.model, self.dtype, self.balance
 
     @property
     def is_bf16(self) -> bool:
@@ -139,7 +146,7 @@ class Row:
         if split.micro_batch_size is not None:
             size = "all" if split.micro_batch_size == WHOLE else str(split.micro_batch_size)
         words = [f"{self.title}: {size} {'packed' if split.packed else 'padded'}"]
-        words += ["idle rank"] * self.lonely + ["bf16"] * self.is_bf16
+        words += ["idle rank"] * self.lonely + ["balance"] * self.balance + ["bf16"] * self.is_bf16
         return ", ".join(words)
 
 
@@ -176,6 +183,11 @@ REFERENCES = tuple(
     Row(title, Layout(), sequences(WHOLE, packed=False), model, lonely, dtype)
     for model, title in TITLES.items()
     for lonely, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16))
+) + tuple(
+    Row(
+        TITLES["experts"], Layout(), sequences(WHOLE, packed=False), "experts", lonely, balance=True
+    )
+    for lonely in (False, True)
 )
 
 
@@ -192,7 +204,23 @@ def _rows() -> Iterator[Row]:
             yield Row(title, layout, sequences(WHOLE, packed=False), model)
             if layout.data > 1:
                 yield Row(title, layout, sequences(1), model, lonely=True)
+    yield from _balance_rows()
     yield from _bf16_rows()
+
+
+def _balance_rows() -> Iterator[Row]:
+    """Where the tokens of a sequence, and the layers, lie on several ranks; and some together."""
+    yield Row(TITLES["experts"], Layout(), sequences(1), "experts", balance=True)
+    for title, split, lonely in (
+        ("EP2", sequences(WHOLE, packed=False), False),
+        ("EP2", sequences(1), True),
+        ("TP2+SP", sequences(2), False),
+        ("PP2xVPP2", sequences(1), False),
+        ("EP2, CP2", sequences(2), False),
+        ("EP2xTP2+SP", sequences(2, packed=False), False),
+    ):
+        layout = (LAYOUTS | EXPERT_LAYOUTS)[title]
+        yield Row(f"{title}, experts", layout, split, "experts", lonely, balance=True)
 
 
 def _bf16_rows() -> Iterator[Row]:
@@ -214,5 +242,8 @@ ROWS = tuple(_rows())
 
 def reference_of(row: Row) -> Row:
     """What the row is compared with."""
-    wanted = (row.model, row.lonely, row.dtype)
-    return next(r for r in REFERENCES if (r.model, r.lonely, r.dtype) == wanted)
+
+    def key(row: Row) -> tuple[object, ...]:
+        return row.model, row.lonely, row.dtype, row.balance
+
+    return next(r for r in REFERENCES if key(r) == key(row))

@@ -22,6 +22,8 @@ from rl_megatron.interfaces.batch import PackedBatch
 
 TEMPERATURE = 0.8
 VOCAB_SIZE = 131
+# Coefficient of the balance loss of experts in the rows that have it: about 5, it cancels no loss.
+BALANCE = 1.0
 # 131 tokens are padded to 136 rows on one tensor-parallel rank and to 144 on two.
 VOCAB_DIVISOR = 8
 # One response is empty, and so is one side of a pair.

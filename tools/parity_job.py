@@ -29,7 +29,7 @@ from tools.parity_cases import (
     Row,
 )
 from tools.parity_compare import Result
-from tools.parity_data import TEMPERATURE, VOCAB_DIVISOR, lonely
+from tools.parity_data import BALANCE, TEMPERATURE, VOCAB_DIVISOR, lonely
 
 if TYPE_CHECKING:
     from rl_megatron.backends.megatron import MegatronBackend
@@ -41,10 +41,9 @@ def main(arguments: Sequence[str]) -> None:
     log.silence_megatron_warnings()
     torch.set_num_threads(1)
     rows = [row for row in (*REFERENCES, *ROWS) if row.name in names]
-    by_model = groupby(rows, key=lambda row: (row.layout, row.model, row.dtype))
-    for (layout, model, dtype), members in by_model:
+    for (layout, model, dtype, balance), members in groupby(rows, key=lambda row: row.model_key):
         process = start_megatron(layout, seed=0)
-        backend = make_backend(folder / model, process, dtype)
+        backend = make_backend(folder / model, process, dtype, balance)
         batches = torch.load(folder / f"{model}.pt", weights_only=False)
         for row in members:
             results = run_row(backend, row, row.cases, batches)
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def make_backend(
-    folder: Path, process: Process, dtype: torch.dtype = torch.float32
+    folder: Path, process: Process, dtype: torch.dtype = torch.float32, balance: bool = False
 ) -> MegatronBackend:
     """The model in the layout of the process, with an optimizer that leaves gradients as they are.
 
@@ -77,6 +76,7 @@ def make_backend(
         REFERENCES[0].micro_batching,
         OptimizerConfig(clip_grad=0.0),
         distributed_optimizer=False,
+        moe_aux_loss_coeff=BALANCE if balance else 0.0,
     )
 
 

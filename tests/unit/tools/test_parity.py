@@ -138,6 +138,17 @@ def test_every_loss_under_every_aggregation_on_every_axis():
         assert reference.dtype == row.dtype
 
 
+def test_the_balance_of_experts_is_compared_where_tokens_and_layers_are_spread():
+    rows = [row for row in ROWS if row.balance]
+    assert all(row.model == "experts" and row.cases == EVERY_LOSS for row in rows)
+    for axis in ("tensor", "pipeline", "virtual", "context", "expert", "data"):
+        assert {getattr(row.layout, axis) for row in rows} == {1, 2}
+    assert (
+        {row.lonely for row in rows} == {row.micro_batching.packed for row in rows} == {True, False}
+    )
+    assert all(reference_of(row).balance for row in rows)
+
+
 def test_batches_are_ragged_and_reach_the_bounds(tmp_path):
     model = make_model(tmp_path, "dense")
     batches = make_batches(model)
