@@ -36,6 +36,13 @@ MODEL_SHAPES = {
         "num_key_value_heads": 8,
         "intermediate_size": 28672,
     },
+    "Qwen3-30B-A3B": {
+        "num_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 768,
+        "num_experts": 128,
+    },
     "SmolLM2-135M-Instruct": {
         "num_layers": 30,
         "num_attention_heads": 9,
@@ -56,6 +63,7 @@ def name_of(path: Path) -> str:
 def test_each_algorithm_has_its_recipes():
     names = {name_of(path) for path in FILES}
     assert {"sft/smollm2.yaml", "grpo/smollm2.yaml", "dpo/smollm2.yaml"} <= names
+    assert "grpo/grpo-qwen3-30b-a3b-4n8g-tp4pp2ep4.yaml" in names
     assert {"grpo/grpo-qwen3-8b-2n8g-tp4.yaml", "dpo/dpo-llama-3.1-70b-8n8g-tp8pp4.yaml"} <= names
 
 
@@ -77,15 +85,16 @@ def test_fits_its_cluster_and_its_model(path):
 
 @pytest.mark.parametrize("path", [p for p in FILES if re.search(r"\d+n\d+g", p.stem)], ids=name_of)
 def test_name_says_cluster_and_layout(path):
-    found = re.fullmatch(r"(\w+?)-(.+)-(\d+)n(\d+)g-tp(\d+)(?:pp(\d+))?", path.stem)
-    assert found is not None, f"{path.name}: <algorithm>-<model>-<N>n<G>g-tp<T>[pp<P>].yaml"
-    algorithm, model, nodes, gpus, tensor, pipeline = found.groups()
+    found = re.fullmatch(r"(\w+?)-(.+)-(\d+)n(\d+)g-tp(\d+)(?:pp(\d+))?(?:ep(\d+))?", path.stem)
+    assert found is not None, f"{path.name}: <algorithm>-<model>-<N>n<G>g-tp<T>[pp<P>][ep<E>].yaml"
+    algorithm, model, nodes, gpus, tensor, pipeline, expert = found.groups()
     run = load(path)
     assert algorithm == path.parent.name
     assert run.name == f"{algorithm}-{model}"
     assert (run.cluster.num_nodes, run.cluster.gpus_per_node) == (int(nodes), int(gpus))
     assert run.parallel.tensor_model_parallel_size == int(tensor)
     assert run.parallel.pipeline_model_parallel_size == int(pipeline or 1)
+    assert run.parallel.expert_model_parallel_size == int(expert or 1)
 
 
 @pytest.mark.parametrize(
