@@ -29,7 +29,7 @@ def train(run: DPORun) -> None:
     with Job.start(run, "dpo", SHOWN) as job:
         task = build_dpo(run, job.process)
         policy, reference, batches = task.policy, task.reference, task.batches
-        objective = dpo_objective(**run.loss.model_dump())
+        objective = dpo_objective(**run.loss.model_dump(), implementation=run.kernels.losses)
         num_steps = batches.num_steps
 
         for step in job.rounds(num_steps):

@@ -41,7 +41,9 @@ def train(run: GRPORun) -> None:
         task = build_grpo(run, job.process)
         policy, reference, algorithm = task.policy, task.reference, run.algorithm
         objective = grpo_objective(
-            **run.loss.model_dump(), max_response_tokens=run.rollout.max_response_tokens
+            **run.loss.model_dump(),
+            max_response_tokens=run.rollout.max_response_tokens,
+            implementation=run.kernels.losses,
         )
         kl_in_reward = KLInReward(algorithm)
         step = 0

@@ -10,6 +10,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from rl_megatron.config.base import Idle, Problem, Strict
 
 KLEstimator = Literal["k1", "k2", "k3"]
+LossMode = Literal["vanilla", "gspo", "cispo"]
+PairLossType = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo"]
 
 # Losses of a pair: those that average log-probs over the tokens of a response instead of summing
 # them, those without a reference, and those that read label_smoothing.
@@ -21,7 +23,7 @@ SMOOTHED = ("sigmoid", "sigmoid_norm", "robust")
 class GRPOLossConfig(Strict):
     """The policy loss, and terms for KL and entropy where they are wanted in the loss."""
 
-    loss_mode: Literal["vanilla", "gspo", "cispo"] = "vanilla"
+    loss_mode: LossMode = "vanilla"
     """vanilla: the ratio of each token is clipped (PPO, GRPO, DAPO). gspo: the ratio of the whole
     response is; in the paper with seq-mean-token-mean. cispo: log-probs are weighted by the clipped
     ratio, so that a clipped token keeps its gradient."""
@@ -100,9 +102,7 @@ class DPOLossConfig(Strict):
     """Strength of the pull towards the reference. simpo: scale of the log-probs (its paper: 2 and
     more); orpo: weight of the odds ratio."""
 
-    loss_type: Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo"] = (
-        "sigmoid"
-    )
+    loss_type: PairLossType = "sigmoid"
     """sigmoid: DPO, eq. 7, with label_smoothing conservative DPO. sigmoid_norm: the same on
     log-probs averaged over tokens. robust: unbiased where label_smoothing of the labels are wrong.
     hinge: no loss above margin 1. ipo: margins per token towards 1 / (2 beta). simpo, orpo: without

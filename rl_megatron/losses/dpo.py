@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 
-from rl_megatron.config.loss import LENGTH_AVERAGED, REFERENCE_FREE
+from rl_megatron.config.loss import LENGTH_AVERAGED, REFERENCE_FREE, PairLossType
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import LossOutput, ModelOutput, Objective, Totals
+from rl_megatron.kernels.choose import loss_kernel_on
 from rl_megatron.losses.aggregate import aggregation_weights, valid_pairs
 from rl_megatron.losses.preference import implicit_rewards, pair_loss
 from rl_megatron.losses.sums import counted_tokens, counted_values, segment_sum, zero_outside
+
+if TYPE_CHECKING:
+    from rl_megatron.kernels.preference_loss import PreferenceLossSettings
 
 
 def dpo_objective(
@@ -20,6 +26,7 @@ def dpo_objective(
     label_smoothing: float = 0.0,
     simpo_gamma: float = 0.5,
     rpo_alpha: float | None = None,
+    implementation: str = "auto",
 ) -> Objective:
     """The objective loss/dpo + rpo_alpha * loss/nll, a mean over the valid pairs.
 
@@ -35,6 +42,8 @@ def dpo_objective(
     chosen tokens of all pairs of a micro-batch instead; the two agree where lengths are equal.
     orpo is beta * loss/dpo + loss/nll (arXiv 2403.07691, eq. 6).
 
+    `implementation` is `kernels.losses`: on a GPU a kernel of the same numbers.
+
     Raises:
         ConfigError: The loss type is unknown.
     """
@@ -43,6 +52,13 @@ def dpo_objective(
 
     def loss(output: ModelOutput, batch: PackedBatch, totals: Totals) -> LossOutput:
         assert batch.paired, "DPO needs pairs: chosen, rejected, chosen, rejected, ..."
+        if loss_kernel_on(output.logprobs.device, implementation):
+            from rl_megatron.kernels.preference_loss import PreferenceLossSettings
+
+            settings = PreferenceLossSettings(
+                beta, cast(PairLossType, loss_type), label_smoothing, simpo_gamma, rpo_alpha
+            )
+            return _by_kernel(settings, output, batch, totals)
         counted = counted_tokens(batch)
         num_tokens = segment_sum(counted, batch.cu_seqlens).clamp(min=1)
         divisor = num_tokens if loss_type in LENGTH_AVERAGED else 1
@@ -75,6 +91,23 @@ def dpo_objective(
         return LossOutput(loss=total, metrics={k: v.detach() for k, v in shares.items()})
 
     return Objective(name="dpo", weigh=_weigh, loss=loss)
+
+
+def _by_kernel(
+    settings: PreferenceLossSettings, output: ModelOutput, batch: PackedBatch, totals: Totals
+) -> LossOutput:
+    from rl_megatron.kernels.preference_loss import preference_loss
+
+    assert batch.loss_weights is not None, "Objective.weigh comes before Objective.loss"
+    result = preference_loss(
+        settings,
+        output.logprobs,
+        batch.ref_logprobs,
+        batch.loss_weights,
+        batch.cu_seqlens,
+        1 / max(totals.num_pairs, 1),
+    )
+    return LossOutput(result.loss, result.metrics)
 
 
 def _weigh(batch: PackedBatch) -> PackedBatch:

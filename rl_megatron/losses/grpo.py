@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rl_megatron.config.loss import LossMode
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import LossOutput, ModelOutput, Objective, Totals
+from rl_megatron.kernels.choose import loss_kernel_on
 from rl_megatron.losses.aggregate import aggregation_weights
 from rl_megatron.losses.kl import KL_ESTIMATORS, KLEstimator, k3
 from rl_megatron.losses.policy import (
@@ -20,6 +24,9 @@ from rl_megatron.losses.policy import (
     token_ratio,
 )
 from rl_megatron.losses.sums import counted_tokens, counted_values, masked_sum, zero_outside
+
+if TYPE_CHECKING:
+    from rl_megatron.kernels.policy_loss import PolicyLossSettings
 
 LOSS_MODES = ("vanilla", "gspo", "cispo")
 
@@ -37,6 +44,7 @@ def grpo_objective(
     kl_loss_type: KLEstimator = "k3",
     allow_k1_loss: bool = False,
     entropy_coef: float = 0.0,
+    implementation: str = "auto",
 ) -> Objective:
     """The objective loss/policy + kl_loss_coef * loss/kl - entropy_coef * loss/entropy.
 
@@ -49,6 +57,7 @@ def grpo_objective(
 
     The batch needs advantages and old_logprobs, and ref_logprobs if use_kl_loss; where it has
     ref_logprobs, the KL to the reference (k3) is a metric. Sequences of a micro-batch are whole.
+    `implementation` is `kernels.losses`: on a GPU a kernel of the same numbers.
 
     Raises:
         ConfigError: The mode is unknown, or k1 is to be a loss, whose expected gradient is zero,
@@ -70,7 +79,17 @@ def grpo_objective(
         )
         return batch.with_fields(loss_weights=weights)
 
+    kl_term = kl_loss_type if use_kl_loss else None
+
     def loss(output: ModelOutput, batch: PackedBatch, totals: Totals) -> LossOutput:
+        if loss_kernel_on(output.logprobs.device, implementation):
+            from rl_megatron.kernels.policy_loss import PolicyLossSettings
+
+            numbers = (clip_ratio_low, clip_ratio_high, clip_ratio_c)
+            settings = PolicyLossSettings(
+                cast(LossMode, loss_mode), *numbers, kl_term, kl_loss_coef, entropy_coef
+            )
+            return _by_kernel(settings, output, batch, totals)
         counted = counted_tokens(batch)
         weights = counted_values(batch, "loss_weights")
         logprobs = zero_outside(counted, output.logprobs)
@@ -79,9 +98,9 @@ def grpo_objective(
         )
         loss = masked_sum(policy.loss, weights)
         metrics = {names.LOSS_POLICY: loss} | _policy_metrics(policy, output, batch, totals)
-        if use_kl_loss:
+        if kl_term is not None:
             r = counted_values(batch, "ref_logprobs") - logprobs
-            kl = masked_sum(KL_ESTIMATORS[kl_loss_type](r), weights)
+            kl = masked_sum(KL_ESTIMATORS[kl_term](r), weights)
             loss = loss + kl_loss_coef * kl
             metrics[names.LOSS_KL] = kl
         if entropy_coef:
@@ -98,6 +117,28 @@ def grpo_objective(
         )
 
     return Objective(name="grpo", weigh=weigh, loss=loss, token_local=loss_mode != "gspo")
+
+
+def _by_kernel(
+    settings: PolicyLossSettings, output: ModelOutput, batch: PackedBatch, totals: Totals
+) -> LossOutput:
+    from rl_megatron.kernels.policy_loss import policy_loss
+
+    assert batch.old_logprobs is not None, "this loss needs old_logprobs in the batch"
+    assert batch.advantages is not None, "this loss needs advantages in the batch"
+    assert batch.loss_weights is not None, "Objective.weigh comes before Objective.loss"
+    result = policy_loss(
+        settings,
+        output.logprobs,
+        output.entropy,
+        batch.old_logprobs,
+        batch.advantages,
+        batch.loss_weights,
+        batch.ref_logprobs,
+        batch.cu_seqlens,
+        1 / max(totals.num_tokens, 1),
+    )
+    return LossOutput(result.loss, result.metrics, {names.POLICY_RATIO_MAX: result.ratio_max})
 
 
 def _policy_loss(
