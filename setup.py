@@ -20,7 +20,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["rl_megatron", "rl_megatron.*"]),
-    package_data={"rl_megatron": ["py.typed"]},
+    package_data={"rl_megatron": ["py.typed", "kernels/linear_logprob/csrc/*.cpp"]},
     install_requires=[
         # An upper bound where a new release has changed names or numbers under us before.
         "torch>=2.6,<2.15",
@@ -45,6 +45,8 @@ setup(
         "deepspeed": ["deepspeed>=0.19,<0.20"],
         "vllm": ["vllm>=0.11"],
         "wandb": ["wandb>=0.17,<1"],
+        # What `make bench` measures beside ours.
+        "bench": ["cut-cross-entropy>=25.1,<26", "liger-kernel>=0.8,<0.9"],
         "dev": [
             "beartype>=0.19,<0.24",
             "gguf>=0.10,<1",
