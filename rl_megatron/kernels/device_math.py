@@ -64,16 +64,18 @@ def log1p(x):
 
 @triton.jit
 @no_type_check
-def log_sigmoid(x):
-    """ln(1 / (1 + e^-x)) in fp64."""
-    return tl.where(x < 0, x, 0.0) - log1p(tl.exp(-tl.abs(x)))
-
-
-@triton.jit
-@no_type_check
-def sigmoid(x):
-    """1 / (1 + e^-x) in fp64."""
-    return 1.0 / (1.0 + tl.exp(-x))
+def sigmoids(x):
+    """ln sigmoid(x), ln sigmoid(-x), sigmoid(x) and sigmoid(-x) in fp64, from one exponential."""
+    e = tl.exp(-tl.abs(x))
+    tail = log1p(e)
+    large, small = 1.0 / (1.0 + e), e / (1.0 + e)
+    negative = x < 0
+    return (
+        tl.where(negative, x, 0.0) - tail,
+        tl.where(negative, 0.0, -x) - tail,
+        tl.where(negative, small, large),
+        tl.where(negative, large, small),
+    )
 
 
 @triton.jit

@@ -39,8 +39,8 @@ class TritonRows:
     ) -> Float[Tensor, "4 n"]:
         """(m, s, u, z_y) of z = inv_temperature * cap(logits).
 
-        cap(x) = softcap * tanh(x / softcap), m = max z, s = sum e^(z - m), u = sum e^(z - m) (z - m);
-        z_y is 0 where the column is not one of these.
+        cap(x) = softcap * tanh(x / softcap); m = max z, s = sum e^(z - m) and
+        u = sum e^(z - m) (z - m); z_y is 0 where the column is not one of these.
         """
         num_rows, width = logits.shape
         out = logits.new_empty(4, num_rows)

@@ -2,9 +2,16 @@
 
 from rl_megatron.kernels.preference_loss.door import (
     METRICS,
+    LossType,
     PreferenceLossResult,
     PreferenceLossSettings,
     preference_loss,
 )
 
-__all__ = ["METRICS", "PreferenceLossResult", "PreferenceLossSettings", "preference_loss"]
+__all__ = [
+    "METRICS",
+    "LossType",
+    "PreferenceLossResult",
+    "PreferenceLossSettings",
+    "preference_loss",
+]

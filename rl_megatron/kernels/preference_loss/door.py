@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rl_megatron.config.loss import LENGTH_AVERAGED, REFERENCE_FREE
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.kernels.launch import launch
 from rl_megatron.kernels.preference_loss.kernels import (
@@ -30,8 +31,9 @@ METRICS = (
     names.LOGPS_REJECTED,
     names.LOSS_NLL,
 )
+LossType = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo"]
 TOKENS_BLOCK, TOKENS_WARPS = 1024, 4
-PAIRS_BLOCK, PAIRS_WARPS = 64, 2
+PAIRS_BLOCK, PAIRS_WARPS = 32, 1
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,15 @@ class PreferenceLossSettings:
     """The numbers that `losses/dpo.py` binds into an objective, under the same names."""
 
     beta: float = 0.1
-    loss_type: Literal["sigmoid"] = "sigmoid"
+    loss_type: LossType = "sigmoid"
     label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
     rpo_alpha: float | None = None
+
+    @property
+    def weights(self) -> tuple[float, float | None]:
+        """Of the loss of pairs, and of the negative log-likelihood; None: no such term."""
+        return (self.beta, 1.0) if self.loss_type == "orpo" else (1.0, self.rpo_alpha)
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class PreferenceLossResult:
 def preference_loss(
     settings: PreferenceLossSettings,
     logprobs: Float[Tensor, " T"],
-    ref_logprobs: Float[Tensor, " T"],
+    ref_logprobs: Float[Tensor, " T"] | None,
     loss_weights: Float[Tensor, " T"],
     cu_seqlens: Int[Tensor, " N_plus_1"],
     pair_scale: float,
@@ -73,17 +81,21 @@ def preference_loss(
     Args:
         settings: The numbers of the loss.
         logprobs: Under the policy now, with gradient.
-        ref_logprobs: Under the reference.
+        ref_logprobs: Under the reference; a loss type without one does not look at it.
         loss_weights: Only whether they are 0 matters.
         cu_seqlens: Boundaries of the sequences, from 0 to T: chosen, rejected, chosen, ...
         pair_scale: What per-pair values are multiplied by: 1 / num_pairs of the mini-batch.
     """
     assert len(cu_seqlens) % 2 == 1, "sequences come in pairs: chosen, rejected"
+    if settings.loss_type in REFERENCE_FREE:
+        ref_logprobs = None
+    else:
+        assert ref_logprobs is not None, f"{settings.loss_type} needs ref_logprobs"
     loss, values = _PreferenceLoss.apply(
         logprobs, ref_logprobs, loss_weights, cu_seqlens, settings, pair_scale
     )
     metrics = dict(zip(METRICS, values.unbind(), strict=True))
-    if settings.rpo_alpha is None:
+    if settings.weights[1] is None:
         del metrics[names.LOSS_NLL]
     return PreferenceLossResult(loss, metrics)
 
@@ -93,13 +105,14 @@ class _PreferenceLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         logprobs: Tensor,
-        ref_logprobs: Tensor,
+        ref_logprobs: Tensor | None,
         loss_weights: Tensor,
         cu_seqlens: Tensor,
         settings: PreferenceLossSettings,
         pair_scale: float,
     ) -> tuple[Tensor, Tensor]:
         num_sequences = len(cu_seqlens) - 1
+        pair_weight, nll_weight = settings.weights
         loss_weights = loss_weights.contiguous()
         sums = logprobs.new_empty(num_sequences, NUM_SUMS.value, dtype=torch.float64)
         slopes = logprobs.new_empty(num_sequences, dtype=torch.float64)
@@ -109,7 +122,7 @@ class _PreferenceLoss(torch.autograd.Function):
             sums_kernel,
             (max(num_sequences, 1),),
             logprobs.contiguous(),
-            ref_logprobs.contiguous(),
+            None if ref_logprobs is None else ref_logprobs.contiguous(),
             loss_weights,
             cu_seqlens,
             sums,
@@ -128,9 +141,12 @@ class _PreferenceLoss(torch.autograd.Function):
             num_sequences // 2,
             settings.beta,
             settings.label_smoothing,
-            settings.rpo_alpha or 0.0,
+            settings.simpo_gamma,
+            pair_weight,
+            nll_weight or 0.0,
             pair_scale,
             LOSS_TYPE=settings.loss_type,
+            AVERAGED=settings.loss_type in LENGTH_AVERAGED,
             BLOCK=PAIRS_BLOCK,
             num_warps=PAIRS_WARPS,
             enable_fp_fusion=True,

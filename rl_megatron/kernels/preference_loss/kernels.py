@@ -1,7 +1,7 @@
 """Preference losses in Triton: sums per sequence, a formula per pair, and the way back to tokens.
 
-What is worked out for a pair, and why, stands with the definitions in `losses/dpo.py`; here are
-the same functions and their derivatives, in fp64.
+What is worked out for a pair, and why, stands with the definitions in `losses/preference.py` and
+`losses/dpo.py`; here are the same functions and their derivatives, in fp64.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from rl_megatron.kernels.device_math import load_counted, log_sigmoid, sigmoid
+from rl_megatron.kernels.device_math import expm1_less_x, load_counted, sigmoids
 
 # Columns of the sums of a sequence.
 LOGP = tl.constexpr(0)
@@ -56,7 +56,8 @@ def sums_kernel(
         index = start + tl.arange(0, BLOCK)
         counted = tl.load(weights_ptr + index, mask=index < last, other=0.0) != 0
         logp += load_counted(logprobs_ptr, index, counted)
-        ref_logp += load_counted(ref_logprobs_ptr, index, counted)
+        if ref_logprobs_ptr is not None:
+            ref_logp += load_counted(ref_logprobs_ptr, index, counted)
         num_counted += tl.where(counted, 1.0, 0.0)
     out_ptr = sums_ptr + sequence * NUM_SUMS
     tl.store(out_ptr + LOGP, tl.sum(logp, 0), mask=here)
@@ -66,22 +67,65 @@ def sums_kernel(
 
 @triton.jit
 @no_type_check
+def log_odds(log_p):
+    """ln(p / (1 - p)) and its slope in ln p."""
+    complement = -(expm1_less_x(log_p) + log_p)
+    return log_p - tl.log(complement), 1.0 / complement
+
+
+@triton.jit
+@no_type_check
+def margin_loss(
+    margin,
+    beta,
+    label_smoothing,
+    simpo_gamma,
+    LOSS_TYPE: tl.constexpr,  # noqa: N803
+):
+    """Loss of each pair as a function of its margin, and the slope in it."""
+    if LOSS_TYPE == "hinge":
+        loss = tl.where(margin > 1, 0.0, 1.0 - margin)
+        slope = tl.where(margin < 1, -1.0, 0.0)
+    elif LOSS_TYPE == "ipo":
+        distance = (margin - 0.5) / beta
+        loss, slope = distance * distance, 2.0 * distance / beta
+    else:
+        right, flipped, scale = 1.0 - label_smoothing, label_smoothing, 1.0
+        if LOSS_TYPE == "simpo":
+            margin, right, flipped = margin - simpo_gamma, 1.0, 0.0
+        elif LOSS_TYPE == "robust":
+            flipped, scale = -label_smoothing, 1.0 / (1.0 - 2.0 * label_smoothing)
+        else:
+            tl.static_assert(LOSS_TYPE == "sigmoid" or LOSS_TYPE == "sigmoid_norm")
+        of_right, of_flipped, p, q = sigmoids(margin)
+        loss = -scale * (right * of_right + flipped * of_flipped)
+        slope = scale * (flipped * p - right * q)
+    return loss, slope
+
+
+@triton.jit
+@no_type_check
 def pair_loss(
     chosen,
     rejected,
     beta,
     label_smoothing,
+    simpo_gamma,
     LOSS_TYPE: tl.constexpr,  # noqa: N803
 ):
-    """Loss of each pair, and its slopes in the two log-ratios of policy and reference.
-
-    Another loss type is another branch.
-    """
-    tl.static_assert(LOSS_TYPE == "sigmoid")
-    margin = beta * (chosen - rejected)
-    loss = -(1.0 - label_smoothing) * log_sigmoid(margin) - label_smoothing * log_sigmoid(-margin)
-    slope = beta * (label_smoothing * sigmoid(margin) - (1.0 - label_smoothing) * sigmoid(-margin))
-    return loss, slope, -slope
+    """Loss of each pair, and its slopes in the two implicit rewards."""
+    if LOSS_TYPE == "orpo":
+        of_chosen, slope_chosen = log_odds(chosen / beta)
+        of_rejected, slope_rejected = log_odds(rejected / beta)
+        log_p, _, _, q = sigmoids(of_chosen - of_rejected)
+        loss, slope = -log_p, -q / beta
+        slope_chosen, slope_rejected = slope * slope_chosen, -slope * slope_rejected
+    else:
+        loss, slope_chosen = margin_loss(
+            chosen - rejected, beta, label_smoothing, simpo_gamma, LOSS_TYPE
+        )
+        slope_rejected = -slope_chosen
+    return loss, slope_chosen, slope_rejected
 
 
 @triton.jit
@@ -90,6 +134,19 @@ def added(totals, column, values, valid):
     """`totals` with the sum of the valid `values` added to one column."""
     total = tl.sum(tl.where(valid, values, 0.0), 0)
     return tl.where(tl.arange(0, NUM_COLUMNS) == column, totals + total, totals)
+
+
+@triton.jit
+@no_type_check
+def scores(sums_ptr, valid, AVERAGED: tl.constexpr):  # noqa: N803
+    """Log-prob of a response, the same less the reference's, its sum, its length, their slope."""
+    length = tl.maximum(tl.load(sums_ptr + NUM_COUNTED, mask=valid, other=0.0), 1.0)
+    total = tl.load(sums_ptr + LOGP, mask=valid, other=0.0)
+    reference = tl.load(sums_ptr + REF_LOGP, mask=valid, other=0.0)
+    share = tl.zeros_like(length) + 1.0
+    if AVERAGED:
+        share = 1.0 / length
+    return total * share, (total - reference) * share, total, length, share
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -102,9 +159,12 @@ def pairs_kernel(
     num_pairs,
     beta: tl.float64,
     label_smoothing: tl.float64,
-    rpo_alpha: tl.float64,
+    simpo_gamma: tl.float64,
+    pair_weight: tl.float64,
+    nll_weight: tl.float64,
     pair_scale: tl.float64,
     LOSS_TYPE: tl.constexpr,  # noqa: N803
+    AVERAGED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """All pairs, in order: loss, metrics, and the slope of the loss in each sequence's log-prob."""
@@ -114,22 +174,18 @@ def pairs_kernel(
         inside = pairs < num_pairs
         chosen_ptr = sums_ptr + pairs * (2 * NUM_SUMS)
         rejected_ptr = chosen_ptr + NUM_SUMS
-        num_chosen = tl.load(chosen_ptr + NUM_COUNTED, mask=inside, other=0.0)
-        num_rejected = tl.load(rejected_ptr + NUM_COUNTED, mask=inside, other=0.0)
-        valid = (num_chosen > 0) & (num_rejected > 0)
-        logp_chosen = tl.load(chosen_ptr + LOGP, mask=valid, other=0.0)
-        logp_rejected = tl.load(rejected_ptr + LOGP, mask=valid, other=0.0)
-        chosen = logp_chosen - tl.load(chosen_ptr + REF_LOGP, mask=valid, other=0.0)
-        rejected = logp_rejected - tl.load(rejected_ptr + REF_LOGP, mask=valid, other=0.0)
+        valid = tl.load(chosen_ptr + NUM_COUNTED, mask=inside, other=0.0) > 0
+        valid = valid & (tl.load(rejected_ptr + NUM_COUNTED, mask=inside, other=0.0) > 0)
+        logp_chosen, chosen, total, length, share_chosen = scores(chosen_ptr, valid, AVERAGED)
+        logp_rejected, rejected, _, _, share_rejected = scores(rejected_ptr, valid, AVERAGED)
         loss, slope_chosen, slope_rejected = pair_loss(
-            chosen, rejected, beta, label_smoothing, LOSS_TYPE
+            beta * chosen, beta * rejected, beta, label_smoothing, simpo_gamma, LOSS_TYPE
         )
-        length = tl.maximum(num_chosen, 1.0)
-        slope_chosen = (slope_chosen - rpo_alpha / length) * pair_scale
-        slope_rejected = slope_rejected * pair_scale
+        slope_chosen = pair_weight * beta * slope_chosen * share_chosen - nll_weight / length
+        slope_rejected = pair_weight * beta * slope_rejected * share_rejected
         place = slopes_ptr + 2 * pairs
-        tl.store(place, tl.where(valid, slope_chosen, 0.0), mask=inside)
-        tl.store(place + 1, tl.where(valid, slope_rejected, 0.0), mask=inside)
+        tl.store(place, tl.where(valid, slope_chosen * pair_scale, 0.0), mask=inside)
+        tl.store(place + 1, tl.where(valid, slope_rejected * pair_scale, 0.0), mask=inside)
         margin = beta * chosen - beta * rejected
         totals = added(totals, LOSS, loss, valid)
         totals = added(totals, CHOSEN, beta * chosen, valid)
@@ -138,11 +194,12 @@ def pairs_kernel(
         totals = added(totals, ACCURACY, tl.where(margin > 0, 1.0, 0.0), valid)
         totals = added(totals, LOGP_CHOSEN, logp_chosen, valid)
         totals = added(totals, LOGP_REJECTED, logp_rejected, valid)
-        totals = added(totals, NLL, -logp_chosen / length, valid)
+        totals = added(totals, NLL, -total / length, valid)
     columns = tl.arange(0, NUM_COLUMNS)
     totals = totals * pair_scale
     tl.store(values_ptr + columns, totals)
-    coefficients = tl.where(columns == LOSS, 1.0, tl.where(columns == NLL, rpo_alpha, 0.0))
+    coefficients = tl.where(columns == NLL, nll_weight, tl.zeros_like(totals))
+    coefficients = tl.where(columns == LOSS, pair_weight, coefficients)
     terms = tl.where(coefficients == 0, 0.0, coefficients * totals)
     tl.store(loss_ptr, tl.sum(terms, 0))
 

@@ -148,9 +148,9 @@ def test_one_binary_per_set_of_flags_of_the_policy_loss(loss_mode):
 
 def test_one_binary_per_set_of_flags_of_a_preference_loss():
     calls = [
-        preference_call(PreferenceLossSettings(beta, "sigmoid", beta / 2, beta), *sizes, 1 / beta)[
-            0
-        ]
+        preference_call(
+            PreferenceLossSettings(beta, "sigmoid", beta / 2, beta, beta), *sizes, 1 / beta
+        )[0]
         for beta, sizes in product((0.1, 0.5, 1.0), [(2, 1), (16, 2), (1001, 16), (1001, 500)])
     ]
     assert binaries(calls) == {"sums_kernel": 1, "pairs_kernel": 1, "spread_kernel": 1}
@@ -187,14 +187,14 @@ def test_numbers_of_the_losses_reach_the_kernels_in_float64():
     launches += preference_call(PreferenceLossSettings(), 10)[0]
     wanted = {
         "tokens_kernel": ("low", "high", "dual", "kl_coef", "entropy_coef"),
-        "pairs_kernel": ("beta", "label_smoothing", "rpo_alpha", "pair_scale"),
+        "pairs_kernel": ("beta", "label_smoothing", "simpo_gamma", "nll_weight", "pair_scale"),
     }
     seen = set()
     for launch in launches:
         for name in wanted.get(launch.kernel.__name__, ()):
             assert specialised(launch, HOPPER)[1][name] == "fp64"
             seen.add(name)
-    assert len(seen) == 9
+    assert len(seen) == 10
 
 
 def test_every_launch_is_written_down():

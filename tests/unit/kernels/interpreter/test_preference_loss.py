@@ -1,9 +1,10 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
 
-from rl_megatron.kernels.preference_loss import PreferenceLossSettings, preference_loss
+from rl_megatron.kernels.preference_loss import LossType, PreferenceLossSettings, preference_loss
 from rl_megatron.kernels.preference_loss.door import PAIRS_BLOCK, TOKENS_BLOCK
 from rl_megatron.losses import dpo_objective, totals
 from tests.helpers.packed import Outcome, packed, random_masks, run_objective
@@ -22,6 +23,7 @@ def objective_of(settings):
         beta=settings.beta,
         loss_type=settings.loss_type,
         label_smoothing=settings.label_smoothing,
+        simpo_gamma=settings.simpo_gamma,
         rpo_alpha=settings.rpo_alpha,
     )
 
@@ -52,12 +54,16 @@ def assert_equal(got, want):
     assert torch.allclose(got.gradient, want.gradient, rtol=1.2e-7, atol=0)
 
 
-@pytest.mark.parametrize("spread", [0.01, 3.0, 400.0])
-@pytest.mark.parametrize("rpo_alpha", [None, 0.5])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
-def test_equals_the_definition(label_smoothing, rpo_alpha, spread):
+# Small and large margins, of which hinge has some on both sides of its bend.
+@pytest.mark.parametrize("spread", [0.01, 3.0, 100.0])
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_equals_the_definition(loss_type, spread):
     settings = PreferenceLossSettings(
-        beta=0.3, label_smoothing=label_smoothing, rpo_alpha=rpo_alpha
+        beta=0.3,
+        loss_type=loss_type,
+        label_smoothing=0.2,
+        simpo_gamma=0.7,
+        rpo_alpha=None if loss_type in ("hinge", "ipo") else 0.5,
     )
     masks = [*random_masks(1, 6, empty=(2,)), [], [0, 1]]
     batch, logprobs = random_pairs(masks, spread=spread)
@@ -66,14 +72,30 @@ def test_equals_the_definition(label_smoothing, rpo_alpha, spread):
     assert_equal(got, run_objective(objective_of(settings), batch, logprobs))
 
 
+def test_without_label_smoothing_and_likelihood():
+    batch, logprobs = random_pairs(random_masks(2, 6))
+    want = run_objective(objective_of(PreferenceLossSettings()), batch, logprobs)
+    assert_equal(run_kernel(PreferenceLossSettings(), batch, logprobs), want)
+
+
+@pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
+def test_a_loss_without_reference_does_not_look_at_it(loss_type):
+    settings = PreferenceLossSettings(loss_type=loss_type)
+    batch, logprobs = random_pairs(random_masks(2, 4))
+    without = run_kernel(settings, batch.with_fields(ref_logprobs=None), logprobs)
+    spoilt = batch.with_fields(ref_logprobs=torch.full_like(logprobs, math.nan))
+    assert run_kernel(settings, spoilt, logprobs).metrics == without.metrics
+
+
 def test_several_blocks_and_micro_batches():
     settings = PreferenceLossSettings(rpo_alpha=1.0)
-    lengths = [TOKENS_BLOCK + 30, 5] + [2] * (2 * PAIRS_BLOCK + 10)
+    lengths = [TOKENS_BLOCK + 30, 5] + [2] * (2 * PAIRS_BLOCK + 4)
     batch, logprobs = random_pairs([[0] + [1] * (n - 1) for n in lengths])
     want = run_objective(objective_of(settings), batch, logprobs)
     assert_equal(run_kernel(settings, batch, logprobs), want)
-    rest = list(range(6, len(lengths)))
-    assert_equal(run_kernel(settings, batch, logprobs, [[4, 5], [], [0, 1, 2, 3], rest]), want)
+    few, some = random_pairs([[0] + [1] * (n - 1) for n in lengths[:6]])
+    want = run_objective(objective_of(settings), few, some)
+    assert_equal(run_kernel(settings, few, some, [[4, 5], [], [0, 1, 2, 3]]), want)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
@@ -126,15 +148,19 @@ def test_dpo_09_an_invalid_pair_counts_neither_above_nor_below_the_line():
     assert split.loss == pytest.approx(whole.loss, rel=1e-15)
 
 
-def test_dpo_10_sums_and_not_averages():
+@pytest.mark.parametrize(
+    ("loss_type", "loss"), [("sigmoid", 0.513015), ("hinge", 0.6), ("ipo", 18.49)]
+)
+def test_dpo_10_sums_and_not_averages(loss_type, loss):
     masks = [[0] + [1] * 4, [0] + [1] * 10]
     policy = [0.0] + [-3.0] * 4 + [0.0] + [-2.0] * 10
     reference = [0.0] + [-3.5] * 4 + [0.0] + [-1.8] * 10
     batch = packed(masks, paired=True, ref_logprobs=reference)
-    got = run_kernel(PreferenceLossSettings(), batch, torch.tensor(policy))
-    assert got.loss == pytest.approx(0.513015, abs=1e-6)
-    assert got.metrics["logps/chosen"] == -12 and got.metrics["logps/rejected"] == -20
-    assert got.metrics["rewards/margins"] == pytest.approx(0.4, rel=1e-6)
+    got = run_kernel(PreferenceLossSettings(loss_type=loss_type), batch, torch.tensor(policy))
+    assert got.loss == pytest.approx(loss, rel=2e-6)
+    if loss_type != "ipo":
+        assert got.metrics["logps/chosen"] == -12 and got.metrics["logps/rejected"] == -20
+        assert got.metrics["rewards/margins"] == pytest.approx(0.4, rel=1e-6)
 
 
 def test_dpo_13_boundaries_of_packed_sequences():
