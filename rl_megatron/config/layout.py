@@ -14,12 +14,17 @@ def world_size_problems(parallel: ParallelConfig, world_size: int) -> Iterator[P
     """The layout, where it does not divide the ranks; keys are those of a run."""
     if world_size % parallel.model_parallel_size:
         tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        degree = "tensor" if world_size % tp else "pipeline"
+        cp = parallel.context_parallel_size
+        key = "context_parallel_size"
+        if world_size % tp:
+            key = "tensor_model_parallel_size"
+        elif world_size % (tp * pp):
+            key = "pipeline_model_parallel_size"
         yield Problem(
-            f"parallel.{degree}_model_parallel_size",
-            tp if world_size % tp else pp,
-            f"tensor ({tp}) x pipeline ({pp}) x context ({parallel.context_parallel_size}) must "
-            f"divide world size ({world_size}); change the degrees or the number of ranks",
+            f"parallel.{key}",
+            getattr(parallel, key),
+            f"tensor ({tp}) x pipeline ({pp}) x context ({cp}) must divide "
+            f"world size ({world_size}); change the degrees or the number of ranks",
             others=("parallel", "cluster"),
         )
         return

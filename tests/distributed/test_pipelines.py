@@ -50,6 +50,19 @@ def whole_job(layout, folder):
     return layers, logits, text, metrics, gradients_of(backend)
 
 
+def interleaved_job(layout, folder):
+    process = start(layout)
+    config = make_backend(folder, process, optimizer=None).chunks[0].config
+    return config.virtual_pipeline_model_parallel_size, config.batch_p2p_comm
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2-vpp2"])
+def test_chunks_never_go_with_batched_sends(layout, folder, pool):
+    """Between two stages they would swap what goes forward and what comes back, in silence."""
+    for chunks, batched in pool(2).run(interleaved_job, layout, folder):
+        assert batched is (chunks is None)
+
+
 @pytest.fixture(scope="module")
 def at_one_rank(folder, pool):
     return pool(1).run(whole_job, "tp1", folder)[0]

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from rl_megatron.advantages.whitening import whiten
 from rl_megatron.data.packing import MicroBatching, plan_micro_batches
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.losses import dpo_objective, grpo_objective, sft_objective
+from rl_megatron.losses.sums import segment_sum
 from tests.helpers.backend_contract import OPTIMIZER, TEMPERATURE, WHOLE, make_batch
 from tests.helpers.megatron_job import (
     LAYOUTS,
@@ -121,6 +123,49 @@ def test_grpo_08_ranks_with_nothing_do_not_pull_the_kl_metric_to_zero(folder, po
         metrics, _ = run_step(pool, layout, folder, batch, "grpo", split)
         assert metrics["loss/kl"] == pytest.approx(1.0, abs=1e-5)
         assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_grpo_10_whitened_advantages_meet_their_tokens_under_context_parallelism(folder, pool):
+    """Of 8 tokens the first rank of two holds 0, 1, 6 and 7: a half of every response's."""
+    values = whiten(torch.tensor([1.0, 2.0, 3.0, 4.0]).double(), torch.ones(4), adv_eps=0.0)
+    ratios = torch.tensor([1.1, 0.9, 1.05, 0.95])
+    expected = float(-(ratios * values).mean())
+    # One response of four tokens, as in the case, and four of one.
+    for batch in (make_sequences(folder, [4], prompt=4), make_sequences(folder, [1] * 4, prompt=1)):
+        mask, old = batch.response_mask, batch.old_logprobs.clone()
+        old[mask] -= ratios.log()
+        advantages = torch.zeros(8).masked_scatter(mask, values.float())
+        batch = batch.with_fields(old_logprobs=old, advantages=advantages)
+        _, gradient = run_step(pool, "tp1", folder, batch, "token-mean", WHOLE)
+        for layout in ("tp1", "cp2", "cp2-tp2-sp"):
+            metrics, found = run_step(pool, layout, folder, batch, "token-mean", WHOLE)
+            assert metrics["loss/policy"] == pytest.approx(expected, abs=1e-5)
+            assert_same_gradient(found, gradient)
+
+
+def sums_job(layout, folder, batch, micro_batching):
+    """Sum of each sequence's log-probs."""
+    backend = make_backend(folder, start(layout), micro_batching, optimizer=None)
+    return segment_sum(backend.logprobs(batch), batch.cu_seqlens)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2-sp", "cp2", "cp2-tp2-sp", "pp2", "dp2"])
+def test_dpo_13_packed_sequences_with_a_tail_keep_to_themselves(layout, folder, pool):
+    """Lengths 3, 2 and 4, prompts 1, 1 and 2; the layouts add tails, which are no sequence."""
+    assert LAYOUTS["cp2"].tail(9) == 3
+    mask = [False, True, True, False, True, False, False, True, True]
+    batch = PackedBatch(
+        tokens=torch.arange(20, 29),
+        cu_seqlens=torch.tensor([0, 3, 5, 9]),
+        response_mask=torch.tensor(mask),
+        sequence_ids=torch.arange(3),
+    )
+    want = batch_logprobs(oracle_model(folder), batch, TEMPERATURE).detach()
+    sums = torch.stack([want[0:3].sum(), want[3:5].sum(), want[5:9].sum()])
+    padded = MicroBatching(micro_batch_size=3, packed=False)
+    for split in (WHOLE, padded, ONE):
+        for found in pool(LAYOUTS[layout].world_size).run(sums_job, layout, folder, batch, split):
+            torch.testing.assert_close(found, sums, atol=2e-5, rtol=0, check_dtype=False)
 
 
 def nothing_job(layout, folder, batch, objective):

@@ -71,7 +71,14 @@ def test_ranks_that_do_not_divide():
         "parallel.tensor_model_parallel_size = 3: tensor (3) x pipeline (1) x context (1) must "
         "divide world size (8); change the degrees or the number of ranks"
     )
-    assert "must divide world size (2)" in refusal(check_world_size, parallel(tp=2, pp=2), 2)
+    for layout, ranks, named in (
+        (parallel(tp=2, pp=2), 2, "pipeline_model_parallel_size = 2"),
+        (parallel(cp=3), 4, "context_parallel_size = 3"),
+        (parallel(tp=2, pp=2, cp=2), 12, "context_parallel_size = 2"),
+        (parallel(tp=3, cp=2), 4, "tensor_model_parallel_size = 3"),
+    ):
+        found = refusal(check_world_size, layout, ranks)
+        assert found.startswith(f"parallel.{named}: ") and f"world size ({ranks})" in found
 
 
 def test_ranks_that_cannot_share_experts():
