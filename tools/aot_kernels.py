@@ -43,12 +43,17 @@ def main() -> int:
     rows = compile_all(arguments.targets, arguments.kernels, arguments.jobs)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return report(rows)
+
+
+def report(rows: Sequence[Compiled]) -> int:
+    """Print the table and what is wrong, and return 1 if anything is."""
     Console(width=max(Console().width, 120)).print(table_of(rows))
+    if not any(row.tensor_core for row in rows):
+        print("No kernel uses tensor cores: matrix products are cuBLAS's.")
     faults = [fault for row in rows for fault in row.faults()]
     for fault in faults:
         print(fault)
-    if not any(row.tensor_core for row in rows):
-        print("No kernel uses tensor cores: matrix products are cuBLAS's.")
     return 1 if faults else 0
 
 

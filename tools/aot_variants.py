@@ -7,6 +7,8 @@ from functools import partial
 from typing import get_args
 
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
 
 from rl_megatron.kernels.launch import Launch, recorded
 from rl_megatron.kernels.linear_logprob.triton_rows import TritonRows
@@ -16,6 +18,7 @@ from rl_megatron.kernels.preference_loss import (
     PreferenceLossSettings,
     preference_loss,
 )
+from tools.aot_compile import specialised
 
 # The widths of two vocabularies: of one every row begins where a wide load may, of one it does not.
 WIDTHS = {"": 151936, " odd width": 50257}
@@ -30,13 +33,21 @@ POLICY_SETTINGS = {
 
 
 def variants() -> dict[str, Launch]:
-    """What would be compiled, by a name that says how it differs from its neighbours."""
+    """What would be compiled, by a name that says how it differs from its neighbours.
+
+    A binary that several calls share stands under the name of the first.
+    """
     found: dict[str, Launch] = {}
+    binaries = set()
+    backend = make_backend(GPUTarget("cuda", 90, 32))
     for suffix, call in [*row_calls(), *policy_calls(), *preference_calls()]:
         with recorded(run=False) as launches:
             call()
         for launch in launches:
-            found[f"{launch.kernel.__name__}{suffix}"] = launch
+            binary = f"{launch.kernel.__module__} {specialised(launch, backend)}"
+            if binary not in binaries:
+                binaries.add(binary)
+                found[f"{launch.kernel.__name__}{suffix}"] = launch
     return found
 
 

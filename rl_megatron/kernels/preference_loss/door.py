@@ -16,8 +16,8 @@ from rl_megatron.kernels.preference_loss.kernels import (
     NUM_COLUMNS,
     NUM_SUMS,
     pairs_kernel,
+    sequence_sums_kernel,
     spread_kernel,
-    sums_kernel,
 )
 
 # What stands where in the values that the kernels return.
@@ -119,7 +119,7 @@ class _PreferenceLoss(torch.autograd.Function):
         values = logprobs.new_empty(NUM_COLUMNS.value, dtype=torch.float64)
         loss = logprobs.new_empty((), dtype=torch.float64)
         launch(
-            sums_kernel,
+            sequence_sums_kernel,
             (max(num_sequences, 1),),
             logprobs.contiguous(),
             None if ref_logprobs is None else ref_logprobs.contiguous(),

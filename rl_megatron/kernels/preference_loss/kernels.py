@@ -35,7 +35,7 @@ NUM_COLUMNS = tl.constexpr(8)
     do_not_specialize_on_alignment=["logprobs_ptr", "ref_logprobs_ptr", "weights_ptr"],
 )
 @no_type_check
-def sums_kernel(
+def sequence_sums_kernel(
     logprobs_ptr,
     ref_logprobs_ptr,
     weights_ptr,

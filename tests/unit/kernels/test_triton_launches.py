@@ -86,7 +86,7 @@ def test_the_policy_loss_is_two_launches_and_its_gradient_one(loss_mode, entropy
 def test_a_preference_loss_is_two_launches_and_its_gradient_one():
     launches, work = preference_call(PreferenceLossSettings(rpo_alpha=1.0), 1000, 3)
     names = [launch.kernel.__name__ for launch in launches]
-    assert names == ["sums_kernel", "pairs_kernel", "spread_kernel"]
+    assert names == ["sequence_sums_kernel", "pairs_kernel", "spread_kernel"]
     assert not work
 
 
@@ -153,7 +153,7 @@ def test_one_binary_per_set_of_flags_of_a_preference_loss():
         )[0]
         for beta, sizes in product((0.1, 0.5, 1.0), [(2, 1), (16, 2), (1001, 16), (1001, 500)])
     ]
-    assert binaries(calls) == {"sums_kernel": 1, "pairs_kernel": 1, "spread_kernel": 1}
+    assert binaries(calls) == {"sequence_sums_kernel": 1, "pairs_kernel": 1, "spread_kernel": 1}
 
 
 def row_call(num_rows, width, softcap=None, offset=0, dtype=torch.bfloat16):
