@@ -20,7 +20,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["rl_megatron", "rl_megatron.*"]),
-    package_data={"rl_megatron": ["py.typed", "kernels/linear_logprob/csrc/*.cpp"]},
+    package_data={"rl_megatron": ["py.typed", "*/csrc/*.cpp", "kernels/*/csrc/*.cpp"]},
     install_requires=[
         # An upper bound where a new release has changed names or numbers under us before.
         "torch>=2.6,<2.15",

@@ -14,8 +14,10 @@ hashing, Carter and Wegman 1979); they are fixed, so this finds mistakes and not
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -26,7 +28,10 @@ from torch import Tensor, nn
 from rl_megatron.checkpoint.hf_files import EMBEDDING, HEAD, HFWeights, read_json
 from rl_megatron.checkpoint.naming import Placement, place
 from rl_megatron.interfaces.weights import Split, WeightRule
+from rl_megatron.kernels import native
 from rl_megatron.parallel.process import Process
+
+logger = logging.getLogger(__name__)
 
 _LANES = 2
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -96,17 +101,23 @@ class _Sum:
     @torch.no_grad()
     def add(self, rows: Tensor, multipliers: Tensor, columns: slice) -> None:
         """Add rows [R, C], the part `columns` of theirs; multipliers [lanes, R], 0 to leave out."""
-        device = rows.device
-        weights = _column_multipliers(rows.shape[1], columns.start or 0).to(device)
-        multipliers = multipliers.to(device)
-        lanes = torch.zeros(_LANES, dtype=torch.int64, device=device)
-        height = max(1, _BLOCK_ELEMENTS // max(rows.shape[1], 1))
-        for start in range(0, rows.shape[0], height):
-            bits = _mixed_bits(rows[start : start + height])
-            for lane in range(_LANES):
-                sums = (bits * weights[lane]).sum(dim=1)
-                lanes[lane] += (sums * multipliers[lane, start : start + height]).sum()
-        self.lanes += lanes.cpu()
+        weights = _column_multipliers(rows.shape[1], columns.start or 0)
+        sums = _compiled_row_sums(rows, weights)
+        if sums is None:
+            sums = _row_sums(rows, weights)
+        self.lanes += (sums.cpu() * multipliers).sum(dim=1)
+
+
+def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
+    """[lanes, R] sums over the columns of the mixed bits times `weights` [lanes, C]."""
+    weights = weights.to(rows.device)
+    sums = torch.empty(_LANES, rows.shape[0], dtype=torch.int64, device=rows.device)
+    height = max(1, _BLOCK_ELEMENTS // max(rows.shape[1], 1))
+    for start in range(0, rows.shape[0], height):
+        bits = _mixed_bits(rows[start : start + height])
+        for lane in range(_LANES):
+            sums[lane, start : start + height] = (bits * weights[lane]).sum(dim=1)
+    return sums
 
 
 def _mixed_bits(values: Tensor) -> Tensor:
@@ -116,6 +127,34 @@ def _mixed_bits(values: Tensor) -> Tensor:
     """
     bits = values.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
     return bits ^ (bits >> 16)
+
+
+def _compiled_row_sums(rows: Tensor, weights: Tensor) -> Tensor | None:
+    """The same, ten times as fast; None without a compiler, or where the rows are not on a CPU."""
+    library = _library()
+    kernels = {torch.float32: "rl_digest_float32", torch.bfloat16: "rl_digest_bfloat16"}
+    if library is None or rows.device.type != "cpu" or rows.dtype not in kernels:
+        return None
+    rows, weights = rows.contiguous(), weights.contiguous()
+    sums = torch.empty(_LANES, rows.shape[0], dtype=torch.int64)
+    getattr(library, kernels[rows.dtype])(
+        ctypes.c_void_p(rows.data_ptr()),
+        ctypes.c_int64(rows.shape[0]),
+        ctypes.c_int64(rows.shape[1]),
+        ctypes.c_void_p(weights.data_ptr()),
+        ctypes.c_void_p(sums.data_ptr()),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+    return sums
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return native.load(Path(__file__).parent / "csrc" / "digest.cpp")
+    except native.NativeError as error:
+        logger.info("the weights digest is computed by torch, which is slower: %s", error)
+        return None
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

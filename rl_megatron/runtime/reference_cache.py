@@ -18,6 +18,7 @@ from rl_megatron.checkpoint.ref_cache import (
     Fingerprint,
     RefCache,
     RefCacheWriter,
+    check_fingerprint,
     make_fingerprint,
     read_manifest,
 )
@@ -114,23 +115,43 @@ def cached_reference(
     """
     fingerprint = _fingerprint(run, process, scorer)
     folder = cache_folder(run, fingerprint)
-    if read_manifest(folder) is None and not run.reference.build_cache:
-        RefCache.open(folder, fingerprint, process)
+    may_build = run.reference.build_cache
     cache = None
-    if read_manifest(folder) is not None:
+    if read_manifest(folder) is not None or not may_build:
         cache = RefCache.open(folder, fingerprint, process)
     if cache is None or any(cache.missing(chunk) for chunk in chunks()):
-        if not run.reference.build_cache:
+        if not may_build:
             raise CheckpointError(
                 f"The reference cache {folder} lacks rows of the data, and reference.build_cache "
                 "is false. Run tools/ref_cache.py build with this config, or set it to true."
             )
-        build_cache(folder, fingerprint, run, process, scorer, chunks)
-        cache = RefCache.open(folder, fingerprint, process)
-    verify_rows(run, cache, scorer, chunks)
-    _tell(cache, scorer, process)
+        cache = _build(folder, fingerprint, run, process, scorer, chunks)
+    _verify_rows(run, cache, scorer, chunks)
+    _tell(cache)
     scorer.release()
     return CachedReference(cache)
+
+
+def complete_cache(
+    run: DPORun,
+    process: Process,
+    scorer: LazyScorer,
+    chunks: Callable[[], Iterator[PackedBatch]],
+) -> RefCache:
+    """The same before a run: damaged shards are set aside, and their rows computed. Collective.
+
+    Raises:
+        CheckpointError: The folder holds the log-probs of something else.
+        NumericsError: Rows computed again are others.
+    """
+    fingerprint = _fingerprint(run, process, scorer)
+    folder = cache_folder(run, fingerprint)
+    check_fingerprint(read_manifest(folder), fingerprint, folder)
+    cache = _build(folder, fingerprint, run, process, scorer, chunks)
+    _verify_rows(run, cache, scorer, chunks)
+    _tell(cache)
+    scorer.release()
+    return cache
 
 
 def cache_folder(run: DPORun, fingerprint: Fingerprint) -> Path:
@@ -140,14 +161,14 @@ def cache_folder(run: DPORun, fingerprint: Fingerprint) -> Path:
     return DEFAULT_ROOT / fingerprint.id
 
 
-def build_cache(
+def _build(
     folder: Path,
     fingerprint: Fingerprint,
     run: DPORun,
     process: Process,
     scorer: LazyScorer,
     chunks: Callable[[], Iterator[PackedBatch]],
-) -> None:
+) -> RefCache:
     """Compute the rows that the cache lacks, those of a killed build being kept. Collective."""
     writer = RefCacheWriter(folder, fingerprint, process)
     total = sum(1 for _ in chunks())
@@ -171,9 +192,10 @@ def build_cache(
             "seconds_per_token": seconds / max(computed, 1),
         }
     )
+    return RefCache.open(folder, fingerprint, process)
 
 
-def verify_rows(
+def _verify_rows(
     run: DPORun,
     cache: RefCache,
     scorer: LazyScorer,
@@ -223,14 +245,13 @@ def backend_digest(backend: PolicyBackend, process: Process) -> str:
     return model_digest(held.chunks, held.rules, process)
 
 
-def _tell(cache: RefCache, scorer: LazyScorer, process: Process) -> None:
+def _tell(cache: RefCache) -> None:
     manifest = cache.manifest
-    rate = manifest.about.get("seconds_per_token", 0.0)
     logger.info(
-        "reference log-probs of %s rows (%s response tokens) from %s; no reference is held, and "
+        "reference log-probs of %s rows (%s response tokens) from %s: no reference is held, and "
         "%.3g s per 1,000 tokens of a step are saved",
         f"{manifest.num_rows:,}",
         f"{manifest.num_tokens:,}",
         cache.folder,
-        1000 * rate,
+        1000 * manifest.about.get("seconds_per_token", 0.0),
     )

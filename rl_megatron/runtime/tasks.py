@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from rl_megatron.checkpoint.ref_cache import RefCache
 from rl_megatron.config.data import DataSource
 from rl_megatron.config.rewards import RewardConfig
 from rl_megatron.config.runs import DPORun, GRPORun, RunBase, SFTRun
@@ -31,7 +32,11 @@ from rl_megatron.runtime.build import (
 )
 from rl_megatron.runtime.evaluation import Evaluation
 from rl_megatron.runtime.groups import GroupSampler
-from rl_megatron.runtime.reference_cache import cached_reference, reference_scorer
+from rl_megatron.runtime.reference_cache import (
+    cached_reference,
+    complete_cache,
+    reference_scorer,
+)
 from rl_megatron.runtime.score import build_rewards
 from rl_megatron.weight_sync import InProcessSync
 
@@ -105,12 +110,7 @@ def build_sft(run: SFTRun, process: Process) -> SFTTask:
 def build_dpo(run: DPORun, process: Process) -> DPOTask:
     """Policy, reference if the loss has one, and preference pairs."""
     tokenizer = build_tokenizer(run)
-
-    def load(source: DataSource, setting: str) -> list[PreferencePair]:
-        data = run.data
-        return load_preferences(source, tokenizer, data.max_length, data.overlong, setting)
-
-    batches = _batches(run, load, pack_preferences, process)
+    batches = _pairs(run, process, tokenizer)
     micro_batching = _micro_batching(run.train)
     policy = build_policy(run, process, micro_batching)
     reference: Scorer | None = None
@@ -122,6 +122,13 @@ def build_dpo(run: DPORun, process: Process) -> DPOTask:
     else:
         reference = build_reference(run, process, micro_batching, policy)
     return DPOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer))
+
+
+def build_reference_cache(run: DPORun, process: Process) -> RefCache:
+    """The reference cache of a run, every row in it, before the run. Collective."""
+    batches = _pairs(run, process, build_tokenizer(run))
+    scorer = reference_scorer(run, process, _micro_batching(run.train))
+    return complete_cache(run, process, scorer, batches.everything)
 
 
 def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
@@ -152,6 +159,14 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
         sampling=sampling,
         evaluate=_evaluator(run, process, policy, tokenizer, engine),
     )
+
+
+def _pairs(run: DPORun, process: Process, tokenizer: Tokenizer) -> Batches:
+    def load(source: DataSource, setting: str) -> list[PreferencePair]:
+        data = run.data
+        return load_preferences(source, tokenizer, data.max_length, data.overlong, setting)
+
+    return _batches(run, load, pack_preferences, process)
 
 
 def _micro_batching(train: TrainBase) -> MicroBatching:

@@ -5,8 +5,13 @@ manifest that is written last and says which of them count. What it is good for 
 fingerprint: all that changes a number (weights, shape, dtype, temperature) and nothing else.
 """
 
+from rl_megatron.checkpoint.ref_cache.files import clean, verify_files
 from rl_megatron.checkpoint.ref_cache.fingerprint import Fingerprint, make_fingerprint
-from rl_megatron.checkpoint.ref_cache.manifest import Manifest, read_manifest
+from rl_megatron.checkpoint.ref_cache.manifest import (
+    Manifest,
+    check_fingerprint,
+    read_manifest,
+)
 from rl_megatron.checkpoint.ref_cache.reader import RefCache
 from rl_megatron.checkpoint.ref_cache.rows import row_keys
 from rl_megatron.checkpoint.ref_cache.writer import RefCacheWriter
@@ -16,6 +21,9 @@ __all__ = [
     "Manifest",
     "RefCache",
     "RefCacheWriter",
+    "check_fingerprint",
+    "clean",
+    "verify_files",
     "make_fingerprint",
     "read_manifest",
     "row_keys",

@@ -67,6 +67,20 @@ def read_manifest(folder: Path) -> Manifest | None:
         ) from error
 
 
+def check_fingerprint(manifest: Manifest | None, fingerprint: Fingerprint, folder: Path) -> None:
+    """Refuse a cache of something else, naming every field that differs.
+
+    Raises:
+        CheckpointError: The manifest has another fingerprint.
+    """
+    differences = [] if manifest is None else manifest.fingerprint.differences(fingerprint)
+    if differences:
+        raise CheckpointError(
+            f"The reference cache {folder} was made for something else, and is not used: "
+            f"{'; '.join(differences)}. Name another reference.cache, or remove the folder."
+        )
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make the manifest durable, in the place of the one before."""
     data = {

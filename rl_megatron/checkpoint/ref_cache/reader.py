@@ -10,7 +10,11 @@ from torch import Tensor
 
 from rl_megatron.checkpoint.ref_cache.fingerprint import Fingerprint
 from rl_megatron.checkpoint.ref_cache.index import MISSING, open_index
-from rl_megatron.checkpoint.ref_cache.manifest import Manifest, read_manifest
+from rl_megatron.checkpoint.ref_cache.manifest import (
+    Manifest,
+    check_fingerprint,
+    read_manifest,
+)
 from rl_megatron.checkpoint.ref_cache.rows import row_keys
 from rl_megatron.checkpoint.ref_cache.shard import open_shard, verify_shard
 from rl_megatron.errors import CheckpointError
@@ -48,12 +52,7 @@ class RefCache:
                 f"There is no reference cache in {folder}. Build it with tools/ref_cache.py build, "
                 "or set reference.build_cache=true."
             )
-        differences = manifest.fingerprint.differences(fingerprint)
-        if differences:
-            raise CheckpointError(
-                f"The reference cache {folder} was made for something else, and is not used: "
-                f"{'; '.join(differences)}. Name another reference.cache, or remove the folder."
-            )
+        check_fingerprint(manifest, fingerprint, folder)
         message = None
         try:
             for shard in manifest.shards[process.rank :: process.layout.world_size]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError
 from torch import Tensor
 
 from rl_megatron.checkpoint.ref_cache.fingerprint import Fingerprint
@@ -81,7 +82,7 @@ class RefCacheWriter:
         try:
             for job in self._written:
                 job.result()
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             problem = f"A shard could not be written to {self.folder}: {error}. Make room there, "
             problem += "and start again: the shards that are written stay."
         self._thread.shutdown()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rl_megatron.checkpoint import digest
 from rl_megatron.checkpoint.digest import folder_digest, tensors_digest
 from rl_megatron.models.transformers_model import load_transformers_model, named_weights
 from tests.helpers.tiny_model import make_tiny_hf
@@ -42,8 +43,12 @@ def plain_digest(weights):
     return "".join(f"{lane:016x}" for lane in lanes)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_digest_is_the_sum_that_it_says(dtype):
+def test_the_digest_is_the_sum_that_it_says(dtype, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(digest, "_library", lambda: None)
+    assert (digest._library() is not None) == compiled
     generator = torch.Generator().manual_seed(0)
     weights = {
         "a.weight": torch.randn(7, 5, generator=generator).to(dtype),
@@ -54,10 +59,25 @@ def test_the_digest_is_the_sum_that_it_says(dtype):
 
 
 def test_blocks_do_not_show():
-    large = torch.randn(5, 70_000, generator=torch.Generator().manual_seed(0))
-    rows = {"w": large[:, :300].contiguous()}
-    assert tensors_digest(rows.items()) == plain_digest(rows)
-    assert tensors_digest([("w", large)]) == tensors_digest([("w", large.clone())])
+    # Longer than a block of the compiled kernel, and than one of torch's.
+    wide = {"w": torch.randn(2, 5_000, generator=torch.Generator().manual_seed(0))}
+    assert tensors_digest(wide.items()) == plain_digest(wide)
+
+
+def test_a_view_has_the_digest_of_its_copy():
+    large = torch.randn(50, 3_000, generator=torch.Generator().manual_seed(0))
+    view = large[3:40, 5:2_000]
+    assert tensors_digest([("w", view)]) == tensors_digest([("w", view.clone())])
+
+
+def test_torch_and_the_compiled_kernel_agree(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = [("w", torch.randn(700, 900, generator=generator).to(dtype))]
+        fast = tensors_digest(weights)
+        with monkeypatch.context() as patch:
+            patch.setattr(digest, "_library", lambda: None)
+            assert tensors_digest(weights) == fast
 
 
 @pytest.fixture
