@@ -24,12 +24,13 @@ def without_times(row):
     return {name: value for name, value in row.items() if not name.startswith("time/")}
 
 
-def assert_same_numbers(rows, others, relative=1e-5):
+def assert_same_numbers(rows, others, relative=1e-5, floors=None):
+    """Equal, relative to each number, or to its floor where it has one and is below it."""
     assert len(rows) == len(others)
     for row, other in zip(map(without_times, rows), map(without_times, others), strict=True):
         assert row.keys() == other.keys()
         for name, value in row.items():
-            least = 1e-5 if name in ROUNDING else 1e-8
+            least = 1e-5 if name in ROUNDING else max(1e-8, relative * (floors or {}).get(name, 0))
             assert other[name] == pytest.approx(value, rel=relative, abs=least), name
 
 

@@ -17,6 +17,10 @@ DAPO = (
     "train.num_rollout_batches=3",
     "evaluation=",
 )
+# Both are means over tokens of advantages times ratios, which are about 1 and cancel: to 0.03 and,
+# less the entropy bonus of 0.024, to 0.004 in the first step. Two ranks are up to 6e-8 apart, which
+# is one rounding of 1 in float32, and more than 1e-5 of anything below 0.006.
+FLOORS = {"loss/total": 0.1, "loss/policy": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +48,7 @@ def test_two_ranks_fill_their_batches_with_the_same_groups(dapo, task, runs, aft
     two = run_recipe("grpo", task, runs / "dapo_tp2", after_sft, *DAPO, *TENSOR_2, ranks=2)
     rollouts = (read_rows(run.folder / "rollouts.jsonl") for run in (dapo, two))
     assert next(rollouts) == next(rollouts)
-    # The loss is a difference of terms that nearly cancel.
-    assert_same_numbers(dapo.rows, two.rows, relative=1e-4)
+    assert_same_numbers(dapo.rows, two.rows, floors=FLOORS)
 
 
 def test_a_batch_that_never_fills_ends_the_run(task, runs):
