@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -25,10 +26,20 @@ from rl_megatron.losses.policy import (
 )
 from rl_megatron.losses.sums import counted_tokens, counted_values, masked_sum, zero_outside
 
-if TYPE_CHECKING:
-    from rl_megatron.kernels.policy_loss import PolicyLossSettings
-
 LOSS_MODES = ("vanilla", "gspo", "cispo")
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What `grpo_objective` binds; a KL estimator only where it is a term of the loss."""
+
+    loss_mode: LossMode
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float | None
+    kl_loss_type: KLEstimator | None
+    kl_loss_coef: float
+    entropy_coef: float
 
 
 def grpo_objective(
@@ -79,56 +90,63 @@ def grpo_objective(
         )
         return batch.with_fields(loss_weights=weights)
 
-    kl_term = kl_loss_type if use_kl_loss else None
+    numbers = _Numbers(
+        loss_mode=cast(LossMode, loss_mode),
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        clip_ratio_c=clip_ratio_c,
+        kl_loss_type=kl_loss_type if use_kl_loss else None,
+        kl_loss_coef=kl_loss_coef,
+        entropy_coef=entropy_coef,
+    )
 
     def loss(output: ModelOutput, batch: PackedBatch, totals: Totals) -> LossOutput:
-        if loss_kernel_on(output.logprobs.device, implementation):
-            from rl_megatron.kernels.policy_loss import PolicyLossSettings
-
-            numbers = (clip_ratio_low, clip_ratio_high, clip_ratio_c)
-            settings = PolicyLossSettings(
-                cast(LossMode, loss_mode), *numbers, kl_term, kl_loss_coef, entropy_coef
-            )
-            return _by_kernel(settings, output, batch, totals)
-        counted = counted_tokens(batch)
-        weights = counted_values(batch, "loss_weights")
-        logprobs = zero_outside(counted, output.logprobs)
-        policy = _policy_loss(
-            loss_mode, logprobs, batch, clip_ratio_low, clip_ratio_high, clip_ratio_c
-        )
-        loss = masked_sum(policy.loss, weights)
-        metrics = {names.LOSS_POLICY: loss} | _policy_metrics(policy, output, batch, totals)
-        if kl_term is not None:
-            r = counted_values(batch, "ref_logprobs") - logprobs
-            kl = masked_sum(KL_ESTIMATORS[kl_term](r), weights)
-            loss = loss + kl_loss_coef * kl
-            metrics[names.LOSS_KL] = kl
-        if entropy_coef:
-            entropy = masked_sum(output.entropy, weights)
-            loss = loss - entropy_coef * entropy
-            metrics[names.LOSS_ENTROPY] = entropy
-        # Ratios are positive, so 0 is the maximum over no token at all.
-        ratios = zero_outside(counted, policy.ratio.detach())
-        ratio_max = torch.cat([ratios, ratios.new_zeros(1)]).max()
-        return LossOutput(
-            loss=loss,
-            metrics={name: value.detach() for name, value in metrics.items()},
-            maxima={names.POLICY_RATIO_MAX: ratio_max},
-        )
+        by_kernel = loss_kernel_on(output.logprobs.device, implementation)
+        return (_by_kernel if by_kernel else _by_torch)(numbers, output, batch, totals)
 
     return Objective(name="grpo", weigh=weigh, loss=loss, token_local=loss_mode != "gspo")
 
 
-def _by_kernel(
-    settings: PolicyLossSettings, output: ModelOutput, batch: PackedBatch, totals: Totals
+def _by_torch(
+    numbers: _Numbers, output: ModelOutput, batch: PackedBatch, totals: Totals
 ) -> LossOutput:
-    from rl_megatron.kernels.policy_loss import policy_loss
+    """The definition, differentiated by autograd."""
+    counted = counted_tokens(batch)
+    weights = counted_values(batch, "loss_weights")
+    logprobs = zero_outside(counted, output.logprobs)
+    policy = _policy_loss(numbers, logprobs, batch)
+    loss = masked_sum(policy.loss, weights)
+    metrics = {names.LOSS_POLICY: loss} | _policy_metrics(policy, output, batch, totals)
+    if numbers.kl_loss_type is not None:
+        r = counted_values(batch, "ref_logprobs") - logprobs
+        kl = masked_sum(KL_ESTIMATORS[numbers.kl_loss_type](r), weights)
+        loss = loss + numbers.kl_loss_coef * kl
+        metrics[names.LOSS_KL] = kl
+    if numbers.entropy_coef:
+        entropy = masked_sum(output.entropy, weights)
+        loss = loss - numbers.entropy_coef * entropy
+        metrics[names.LOSS_ENTROPY] = entropy
+    # Ratios are positive, so 0 is the maximum over no token at all.
+    ratios = zero_outside(counted, policy.ratio.detach())
+    ratio_max = torch.cat([ratios, ratios.new_zeros(1)]).max()
+    return LossOutput(
+        loss=loss,
+        metrics={name: value.detach() for name, value in metrics.items()},
+        maxima={names.POLICY_RATIO_MAX: ratio_max},
+    )
+
+
+def _by_kernel(
+    numbers: _Numbers, output: ModelOutput, batch: PackedBatch, totals: Totals
+) -> LossOutput:
+    """The same from a kernel, gradient included."""
+    from rl_megatron.kernels.policy_loss import PolicyLossSettings, policy_loss
 
     assert batch.old_logprobs is not None, "this loss needs old_logprobs in the batch"
     assert batch.advantages is not None, "this loss needs advantages in the batch"
     assert batch.loss_weights is not None, "Objective.weigh comes before Objective.loss"
     result = policy_loss(
-        settings,
+        PolicyLossSettings(**vars(numbers)),
         output.logprobs,
         output.entropy,
         batch.old_logprobs,
@@ -142,22 +160,18 @@ def _by_kernel(
 
 
 def _policy_loss(
-    loss_mode: str,
-    logprobs: Float[Tensor, " T"],
-    batch: PackedBatch,
-    clip_ratio_low: float,
-    clip_ratio_high: float,
-    clip_ratio_c: float | None,
+    numbers: _Numbers, logprobs: Float[Tensor, " T"], batch: PackedBatch
 ) -> PolicyLoss:
     old_logprobs = counted_values(batch, "old_logprobs")
     advantages = counted_values(batch, "advantages")
-    if loss_mode == "gspo":
+    low, high = numbers.clip_ratio_low, numbers.clip_ratio_high
+    if numbers.loss_mode == "gspo":
         ratio = sequence_ratio(logprobs, old_logprobs, counted_tokens(batch), batch.cu_seqlens)
     else:
         ratio = token_ratio(logprobs, old_logprobs)
-    if loss_mode == "cispo":
-        return clipped_weight_loss(logprobs, ratio, advantages, clip_ratio_low, clip_ratio_high)
-    return clipped_ratio_loss(ratio, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    if numbers.loss_mode == "cispo":
+        return clipped_weight_loss(logprobs, ratio, advantages, low, high)
+    return clipped_ratio_loss(ratio, advantages, low, high, numbers.clip_ratio_c)
 
 
 def _policy_metrics(
