@@ -19,6 +19,8 @@ from rl_megatron.kernels.launch import launch
 
 STATISTICS_BLOCK, STATISTICS_WARPS = 4096, 4
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
+# From 2.10 on torch adds a product of half-precision matrices to a float32 one without a copy.
+_ADDS_IN_PLACE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 
 class TritonRows:
@@ -112,10 +114,12 @@ class TritonRows:
     ) -> None:
         """into += dlogits^T @ hidden, accumulated in the fp32 of `into`."""
         a, b = dlogits.t(), hidden.to(dlogits.dtype)
-        if a.dtype != into.dtype and a.is_cuda:
+        if a.dtype == into.dtype:
+            into.addmm_(a, b)
+        elif a.is_cuda and _ADDS_IN_PLACE:
             torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
         else:
-            into.addmm_(a.to(into.dtype), b.to(into.dtype))
+            into += _product(a, b)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
