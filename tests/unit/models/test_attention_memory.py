@@ -68,9 +68,11 @@ def growth_of_the_peak(num_tokens):
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
-def test_the_peak_stays_far_below_one_matrix_of_scores():
-    num_tokens = 8192
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        growth = pool.apply(growth_of_the_peak, (num_tokens,))
-    # Scores of one head. Inputs, gradients and copies are some 15 MiB.
-    assert growth < 4 * num_tokens**2 / 4
+def test_the_peak_grows_with_the_tokens_and_stays_far_below_one_matrix_of_scores():
+    few, many = 4096, 16384
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        growths = pool.map(growth_of_the_peak, (few, 2 * few, many), chunksize=1)
+    # Measured 19, 42 and 80 MiB; in proportion to the square the last would be 16 times the first.
+    assert 0 < growths[0] < growths[1] < growths[2] < 7 * growths[0]
+    # Scores of one head.
+    assert growths[2] < 4 * many**2 / 8
