@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces.records import Sampling
+from rl_megatron.kernels.linear_logprob import logits_logprob
 
 
 def next_token_logprobs(logits: Tensor, sampling: Sampling, num_sampled: Tensor) -> Tensor:
@@ -71,8 +72,7 @@ def sample(
         NumericsError: The logits are not finite, or no token is allowed.
     """
     z = _allowed_logits(logits, sampling, num_sampled)
-    logprobs = z.log_softmax(dim=1)
-    mass = logprobs.double().exp().cumsum(dim=1)
+    mass = z.log_softmax(dim=1).double().exp().cumsum(dim=1)
     if not bool(mass[:, -1].isfinite().all()):
         raise NumericsError(
             "the model's logits are not finite, so nothing can be sampled from them: its weights "
@@ -84,4 +84,4 @@ def sample(
         point = torch.from_numpy(numbers).to(mass.device)[:, None] * mass[:, -1:]
         # The first token whose cumulated mass is above the point: never one of mass 0.
         tokens = torch.searchsorted(mass, point, right=True)[:, 0]
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    return tokens, logits_logprob(z, tokens)

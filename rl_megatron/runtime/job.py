@@ -21,6 +21,8 @@ from rl_megatron.config.runs import DPORun, GRPORun, RunBase, SFTRun
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces.protocols import PolicyBackend
 from rl_megatron.interfaces.records import Rollout
+from rl_megatron.kernels.choose import loss_kernel_on
+from rl_megatron.kernels.linear_logprob import describe
 from rl_megatron.metrics.curve import draw_curve
 from rl_megatron.metrics.progress import RunProgress
 from rl_megatron.metrics.rollouts import RolloutWriter
@@ -190,6 +192,9 @@ def _open_folder(run: RunBase, process: Process) -> None:
 
 
 def _log_header(run: RunBase, process: Process) -> None:
+    # On all ranks, for where one of them cannot have it.
+    head = describe(run.kernels.linear_logprob, process.device)
+    losses = "triton" if loss_kernel_on(process.device, run.kernels.losses) else "torch"
     if not process.is_main:
         return
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
@@ -202,3 +207,4 @@ def _log_header(run: RunBase, process: Process) -> None:
         platform.python_version(),
         packages,
     )
+    logger.info("log-probs by %s, losses by %s", head, losses)

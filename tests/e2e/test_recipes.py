@@ -129,6 +129,7 @@ def test_two_ranks_write_the_numbers_of_one(name, launched, request):
     logs = two.folder / "logs/attempt_1"
     assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
     assert "2 ranks on cpu" in two.log
+    assert "log-probs by cpu (compiled" in two.log and "losses by torch" in two.log
     # Rank 1 says nothing on the terminal and all of it in its file.
     assert two.done.stderr.count("done: ") == 1
     assert "saved" in (logs / "rank_1.log").read_text()

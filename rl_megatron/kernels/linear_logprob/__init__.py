@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from rl_megatron.errors import ConfigError
-from rl_megatron.kernels.linear_logprob.choose import SETTING, row_kernels
+from rl_megatron.kernels.linear_logprob.choose import SETTING, describe, row_kernels
+from rl_megatron.kernels.linear_logprob.from_logits import logits_logprob
 from rl_megatron.kernels.linear_logprob.one_pass import TokenGradient
 from rl_megatron.kernels.linear_logprob.op import Call, apply
 from rl_megatron.kernels.linear_logprob.reference import plain_logprob
 from rl_megatron.kernels.linear_logprob.sharing import Sharing
 
-__all__ = ["TokenGradient", "linear_logprob"]
+__all__ = ["TokenGradient", "describe", "linear_logprob", "logits_logprob"]
 
 
 def linear_logprob(
