@@ -85,7 +85,9 @@ def test_keys_and_metrics_exist(readme):
             if key.partition(".")[0] in names:
                 assert key in known, f"there is no setting {key}"
                 checked += 1
-        elif re.fullmatch(r"[a-z]+(/\w+)+", key) and not key.startswith(("time/", "recipes/", "runs/")):
+        elif re.fullmatch(r"[a-z]+(/\w+)+", key) and not key.startswith(
+            ("time/", "recipes/", "runs/")
+        ):
             assert {key, key.removeprefix("evaluation/")} & METRICS, f"there is no metric {key}"
             checked += 1
     assert checked > 10 or readme.parent == RECIPES
