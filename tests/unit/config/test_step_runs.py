@@ -89,8 +89,8 @@ DPO_COMPLAINTS = {
     ),
     "a place for a reference that is not held": (
         {"reference__placement": "swapped"},
-        "reference.placement = 'swapped': has no effect: reference.precompute_ref_logprobs is true, "
-        "so no reference is held; remove this key or set that to false",
+        "reference.placement = 'swapped': has no effect: reference.precompute_ref_logprobs is "
+        "true, so no reference is held; remove this key or set that to false",
     ),
     "a cache that is not read": (
         {"reference__precompute_ref_logprobs": False, "reference__cache": "cache"},
