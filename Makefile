@@ -29,7 +29,7 @@ help:
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make check-kernels     compiles every Triton kernel for four GPUs; no spills (3 minutes)"
 	@echo "make format            rewrite the code in the house format"
-	@echo "make bench             log-probs with and without the logits; packed against padded"
+	@echo "make bench             log-probs against other libraries; packed against padded"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
 
 setup: $(READY)
@@ -92,6 +92,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	@echo "bench: log-probs with and without the logits, packed against padded (three minutes)"
-	$(BIN)/python tools/bench/logprobs.py
+	@echo "bench: log-probs against other libraries and the bare products, packed against padded (ten minutes)"
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[bench]"
+	$(BIN)/python tools/bench/linear_logprob.py
 	$(BIN)/python tools/bench/packing.py

@@ -39,8 +39,8 @@ class Tiles(NamedTuple):
         return _cut(num_rows, min(size, self.rows))
 
 
-# A tile of a CPU (8 MiB in float32) stays in its last cache between product and row kernel.
-CPU_TILES = Tiles(rows=1024, columns=2048, kept_bytes=80 * 2**20, kept_rows=256)
+# A tile of a CPU (4 MiB in float32) stays in its last cache between product and row kernel.
+CPU_TILES = Tiles(rows=1024, columns=1024, kept_bytes=80 * 2**20, kept_rows=256)
 CUDA_TILES = Tiles(rows=4096, columns=8192, kept_bytes=512 * 2**20, kept_rows=1024)
 
 

@@ -1,0 +1,54 @@
+"""The bench of log-probs: every way computes log-probs, and ratios are to the right products."""
+
+import pytest
+import torch
+
+from tools.bench import linear_logprob
+from tools.bench.linear_logprob import Size, make_problem, make_products, measured, selected
+from tools.bench.logprob_ways import WAYS
+
+SMALL = Size(tokens=96, hidden=32, vocab=700, dtype="float32", threads=1, repeats=1)
+# What needs no compilation of seconds and is always there.
+QUICK = ("ours: cpu", "ours: torch", "plain torch", "torch linear_cross_entropy")
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if name in WAYS])
+def test_a_way_computes_what_it_is_measured_for(name):
+    for mode in WAYS[name].modes:
+        row = linear_logprob.measure(name, mode, SMALL)
+        assert row.note == "" and row.ratio_to_gemm > 0
+        assert row.logprob_error < 1e-5
+        assert row.entropy_error is None or row.entropy_error < 1e-5
+
+
+def test_modes_leave_the_same_gradients():
+    problem = make_problem(SMALL)
+    found = []
+    for mode in ("two-pass", "one-pass"):
+        problem.drop_gradients()
+        WAYS["ours: cpu"].make(problem, mode)()
+        found.append((problem.hidden.grad, problem.head.grad))
+    problem.drop_gradients()
+    WAYS["plain torch"].make(problem, "two-pass")()
+    for gradients in found:
+        torch.testing.assert_close(gradients[0], problem.hidden.grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(gradients[1], problem.head.grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_bound_is_the_products_of_a_pass(count):
+    products = make_products(make_problem(SMALL), torch.float32, count)
+    with torch.profiler.profile() as seen:
+        products()
+    assert sum(event.count for event in seen.key_averages() if event.key == "aten::mm") == count
+
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setattr(linear_logprob.importlib.util, "find_spec", lambda name: None)
+    row = measured("Liger, selective", "forward", SMALL)
+    assert "not installed" in row.note and row.ratio_to_gemm is None
+
+
+def test_ways_of_a_gpu_are_left_out_on_a_cpu():
+    assert ("ours: triton", "forward") not in selected(None) or torch.cuda.is_available()
+    assert selected(["plain torch"]) == [("plain torch", "forward"), ("plain torch", "two-pass")]
