@@ -8,6 +8,7 @@ if __name__ == "__main__":
     # Before torch is imported: --help, --print-config and mistakes are answered at once.
     RUN = parse_command_line(DPORun, __doc__ or "")
 
+from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.losses import dpo_objective
 from rl_megatron.runtime.evaluation import objective_metrics
@@ -25,7 +26,7 @@ SHOWN = {
 
 
 def train(run: DPORun) -> None:
-    """-logsigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), or another loss.loss_type."""
+    """-logsigmoid(beta * (log-ratio of chosen - log-ratio of rejected)), or another pair loss."""
     with Job.start(run, "dpo", SHOWN) as job:
         task = build_dpo(run, job.process)
         policy, reference, batches = task.policy, task.reference, task.batches
@@ -46,8 +47,15 @@ def train(run: DPORun) -> None:
                 check_first_dpo_step(run, metrics)
             job.record(step, metrics)
 
-            if job.is_due(run.train.save_interval):
+            stop = False
+            if task.drift is not None and job.is_due(run.drift.kl_snapshot_interval):
+                with job.phase("kl_snapshot"):
+                    results, stop = task.drift.measure(step)
+                job.record_evaluation(step, results)
+            if stop or job.is_due(run.train.save_interval):
                 job.save(step, policy)
+            if stop:
+                raise NumericsError(f"drift.stop_on_growth: the run ends after step {step}")
             if job.is_due(run.train.eval_interval):
                 with job.phase("evaluate"):
                     results = task.evaluate()

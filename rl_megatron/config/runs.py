@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from rl_megatron.config.algorithm import AlgorithmConfig
 from rl_megatron.config.base import Idle, Problem, Strict
 from rl_megatron.config.data import DataConfig, DataSource, PromptDataConfig, ResponseDataConfig
+from rl_megatron.config.drift import DriftConfig
 from rl_megatron.config.kernels import KernelConfig
 from rl_megatron.config.layout import world_size_problems
 from rl_megatron.config.loss import DPOLossConfig, GRPOLossConfig
@@ -217,14 +218,24 @@ class DPORun(StepRunBase):
 
     loss: DPOLossConfig = DPOLossConfig()
 
+    drift: DriftConfig = DriftConfig()
+
     def idle(self) -> Mapping[str, Idle]:
         """One pass over the head, and a reference that the loss does not read."""
         reason = "the loss of a pair is known only after both its sequences; remove this key"
         idle = {"kernels.one_pass": Idle(reason, ())}
         if self.loss.is_reference_free:
             reason = f"loss.loss_type {self.loss.loss_type} has no reference; remove this key"
-            idle["reference"] = Idle(reason, ("loss.loss_type",))
+            idle |= dict.fromkeys(("reference", "drift"), Idle(reason, ("loss.loss_type",)))
+        elif self.evaluation is None:
+            reason = "there are no prompts to measure it on; add an evaluation, or remove this key"
+            idle["drift"] = Idle(reason, ("evaluation",))
         return idle
+
+    @property
+    def watches_drift(self) -> bool:
+        """Whether the KL to the reference is measured while the run goes on."""
+        return self.drift.kl_snapshot_interval > 0 and "drift" not in self.idle()
 
     def problems(self) -> Iterable[Problem]:
         """Everything that does not fit."""

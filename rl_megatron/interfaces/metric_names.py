@@ -74,6 +74,12 @@ OPTIMIZER_GRAD_NORM = "optimizer/grad_norm"
 OPTIMIZER_LR = "optimizer/lr"
 OPTIMIZER_SKIPPED = "optimizer/skipped"
 
+# KL of policy and reference on responses to held-out prompts: of a response, per token, and whether
+# it has grown too much (1) or not (0).
+DRIFT_KL = "drift/kl"
+DRIFT_KL_PER_TOKEN = "drift/kl_per_token"
+DRIFT_ALARM = "drift/alarm"
+
 # Held-out prompts: mean reward of greedy and of sampled answers.
 EVALUATION_GREEDY = "evaluation/greedy_reward"
 EVALUATION_SAMPLED = "evaluation/sampled_reward"

@@ -193,12 +193,27 @@ def build_reference(
     temperature: float = 1.0,
 ) -> Scorer:
     """The frozen model that the policy is compared with. Call it before the first step."""
+    if run.reference.placement == "swapped":
+        return waiting_reference(run, process, micro_batching, policy, temperature)
     path = run.reference.path or run.model.path
-    if run.reference.placement == "resident":
+    return build_policy(run, process, micro_batching, path, temperature, trained=False)
+
+
+def waiting_reference(
+    run: DPORun | GRPORun,
+    process: Process,
+    micro_batching: MicroBatching,
+    policy: PolicyBackend,
+    temperature: float = 1.0,
+) -> Scorer:
+    """The same, with its weights in host memory where the backend can: they take the policy's place
+    while they are needed."""
+    path = run.reference.path or run.model.path
+    if run.backend == "torch":
         return build_policy(run, process, micro_batching, path, temperature, trained=False)
     from rl_megatron.backends.megatron import MegatronBackend, SwappedReference
 
-    assert isinstance(policy, MegatronBackend), "config refuses placement swapped elsewhere"
+    assert isinstance(policy, MegatronBackend), f"no {type(policy).__name__} waits in host memory"
     source = policy
     if path != run.model.path:
         built = build_policy(run, process, micro_batching, path, temperature, trained=False)

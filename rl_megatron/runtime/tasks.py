@@ -29,7 +29,9 @@ from rl_megatron.runtime.build import (
     build_policy,
     build_reference,
     build_tokenizer,
+    waiting_reference,
 )
+from rl_megatron.runtime.drift import KLSnapshot
 from rl_megatron.runtime.evaluation import Evaluation
 from rl_megatron.runtime.groups import GroupSampler
 from rl_megatron.runtime.reference_cache import (
@@ -80,6 +82,7 @@ class DPOTask:
     reference: Scorer | None
     batches: Batches
     evaluate: Callable[[], dict[str, float]]
+    drift: KLSnapshot | None
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,8 @@ def build_dpo(run: DPORun, process: Process) -> DPOTask:
         reference = cached_reference(run, process, scorer, batches.everything)
     else:
         reference = build_reference(run, process, micro_batching, policy)
-    return DPOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer))
+    drift = _drift(run, process, policy, tokenizer) if run.watches_drift else None
+    return DPOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer), drift)
 
 
 def build_reference_cache(run: DPORun, process: Process) -> RefCache:
@@ -220,6 +224,33 @@ def _check_answers(
         )
 
 
+def _drift(
+    run: DPORun, process: Process, policy: PolicyBackend, tokenizer: Tokenizer
+) -> KLSnapshot:
+    """What measures the KL to the reference; call it before the first step."""
+    assert run.evaluation is not None, "config sees to it"
+    prompts, _ = _evaluation_prompts(run, tokenizer)
+    sampling = Sampling(
+        temperature=1.0,
+        max_response_tokens=run.evaluation_max_response_tokens,
+        stop_token_ids=_stop_ids(tokenizer),
+    )
+    engine = build_engine(policy, process, tokenizer, run.evaluation.batch_size)
+    reference = waiting_reference(run, process, _micro_batching(run.train), policy)
+    return KLSnapshot(run.drift, prompts, sampling, engine, policy, reference, run.seed)
+
+
+def _evaluation_prompts(run: RunBase, tokenizer: Tokenizer) -> tuple[list[Prompt], str]:
+    """The prompts of the evaluation, and the setting that they come from."""
+    assert run.evaluation is not None and run.evaluation_data is not None
+    limit = getattr(run.data, "max_prompt_length", None) or getattr(run.data, "max_length", 0)
+    setting = "data.eval" if run.evaluation.data is None else "evaluation.data"
+    return (
+        load_prompts(run.evaluation_data, tokenizer, limit, run.data.overlong, setting),
+        setting,
+    )
+
+
 def _evaluator(
     run: RunBase,
     process: Process,
@@ -232,9 +263,7 @@ def _evaluator(
         return dict
     settings = run.evaluation
     engine = engine or build_engine(policy, process, tokenizer, settings.batch_size)
-    limit = getattr(run.data, "max_prompt_length", None) or getattr(run.data, "max_length", 0)
-    setting = "data.eval" if settings.data is None else "evaluation.data"
-    prompts = load_prompts(run.evaluation_data, tokenizer, limit, run.data.overlong, setting)
+    prompts, setting = _evaluation_prompts(run, tokenizer)
     _check_answers(prompts, run.evaluation_rewards, run.evaluation_data, setting)
     max_tokens = run.evaluation_max_response_tokens
     evaluation = Evaluation(

@@ -64,7 +64,8 @@ def test_config_yaml_is_the_resolved_run(name, request):
 
 @pytest.mark.parametrize("name", ["sft", "grpo", "dpo"])
 def test_metrics_are_finite_and_named(name, request):
-    *rounds, evaluation = request.getfixturevalue(name).rows
+    everything = request.getfixturevalue(name).rows
+    *rounds, evaluation = [row for row in everything if "drift/kl" not in row]
     steps = {"sft": [1, 2, 3, 4], "dpo": [1, 2, 3, 4], "grpo": [4, 8]}[name]
     assert [row["step"] for row in rounds] == steps
     assert evaluation["step"] == steps[-1]
@@ -76,6 +77,9 @@ def test_metrics_are_finite_and_named(name, request):
     for row in (*rounds, evaluation):
         assert all(math.isfinite(value) for value in row.values())
     answered = {"evaluation/greedy_reward", "evaluation/sampled_reward"}
+    if name == "dpo":
+        (drift,) = [row for row in everything if "drift/kl" in row]
+        assert drift["step"] == 4 and drift["drift/kl"] > drift["drift/kl_per_token"] > 0
     held_out = {"sft": {"loss/nll"}, "dpo": {"loss/dpo", "rewards/accuracies"}, "grpo": set()}[name]
     assert answered | {f"evaluation/{metric}" for metric in held_out} <= evaluation.keys()
 
