@@ -89,11 +89,11 @@ def compile_launch(name: str, launch: Launch, target: str) -> Compiled:
 
 def specialised(launch: Launch, backend: Any) -> tuple[Any, Any, Any, Any]:
     """Options, signature, constants and attributes: what decides which binary a launch runs."""
-    kernel = launch.kernel
+    kernel, settings = launch.kernel, launch.settings_on(backend.target.backend)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(*launch.args, **launch.settings)
+    bound, specialization, options = bind(*launch.args, **settings)
     packed: tuple[Any, Any, Any, Any] = kernel._pack_args(
-        backend, launch.settings, bound, specialization, options
+        backend, settings, bound, specialization, options
     )
     return packed
 

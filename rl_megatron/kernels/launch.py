@@ -7,6 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+# Options that Triton knows for NVIDIA alone. `maxnreg` is a bound of registers per thread: without
+# one the assembler spills some, to have more threads than kernels of so few blocks have use for.
+NVIDIA_ONLY = frozenset({"maxnreg"})
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -22,6 +28,11 @@ class Launch:
     args: tuple[Any, ...]
     settings: dict[str, Any]
 
+    def settings_on(self, backend: str) -> dict[str, Any]:
+        """The settings that Triton's backend, cuda or hip, knows."""
+        dropped = NVIDIA_ONLY if backend == "hip" else frozenset()
+        return {name: value for name, value in self.settings.items() if name not in dropped}
+
 
 @dataclass
 class _Recording:
@@ -34,10 +45,11 @@ _recordings: list[_Recording] = []
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
     """Start a Triton kernel on `grid`."""
+    started = Launch(kernel, args, settings)
     for recording in _recordings:
-        recording.launches.append(Launch(kernel, args, settings))
+        recording.launches.append(started)
     if all(recording.run for recording in _recordings):
-        kernel[grid](*args, **settings)
+        kernel[grid](*args, **started.settings_on("hip" if torch.version.hip else "cuda"))
 
 
 @contextmanager

@@ -32,6 +32,7 @@ METRICS = (
 TOKENS_BLOCK, TOKENS_WARPS = 256, 8
 SEQUENCE_BLOCK, SEQUENCE_WARPS = 512, 16
 SUMS_BLOCK, SUMS_WARPS = 64, 4
+MAX_REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ class _PolicyLoss(torch.autograd.Function):
             BLOCK=SEQUENCE_BLOCK if by_sequence else TOKENS_BLOCK,
             num_warps=SEQUENCE_WARPS if by_sequence else TOKENS_WARPS,
             enable_fp_fusion=True,
+            maxnreg=MAX_REGISTERS,
         )
         launch(
             sums_kernel,
@@ -173,6 +175,7 @@ class _PolicyLoss(torch.autograd.Function):
             BLOCK=SUMS_BLOCK,
             num_warps=SUMS_WARPS,
             enable_fp_fusion=True,
+            maxnreg=MAX_REGISTERS,
         )
         ctx.save_for_backward(gradients)
         ctx.mark_non_differentiable(values)

@@ -166,13 +166,6 @@ def policy_terms(
     return loss, slope, ratio, at_low, at_high, at_dual
 
 
-@triton.jit
-@no_type_check
-def added(totals, column, values):
-    """`totals` with the sum of `values` added to one column."""
-    return tl.where(tl.arange(0, NUM_COLUMNS) == column, totals + tl.sum(values, 0), totals)
-
-
 @triton.jit(
     do_not_specialize=["num_tokens", "num_sequences"], do_not_specialize_on_alignment=_PER_TOKEN
 )
@@ -217,6 +210,7 @@ def tokens_kernel(
         first = program * BLOCK
         last = tl.minimum(first + BLOCK, num_tokens)
         sequence_ratio = 1.0
+    columns = tl.arange(0, NUM_COLUMNS)
     totals = tl.zeros([NUM_COLUMNS], tl.float64)
     for start in range(first, last, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -232,29 +226,29 @@ def tokens_kernel(
         slope = slope * weights
         if LOSS_MODE == "gspo":
             slope = tl.zeros_like(now) + slope_of_sequence
-        totals = added(totals, POLICY, loss * weights)
-        totals = added(totals, CLIPPED_LOW, tl.where(counted, at_low, 0.0))
-        totals = added(totals, CLIPPED_HIGH, tl.where(counted, at_high, 0.0))
-        totals = added(totals, CLIPPED_DUAL, tl.where(counted, at_dual, 0.0))
+        totals += tl.where(columns == POLICY, tl.sum(loss * weights, 0), 0.0)
+        totals += tl.where(columns == CLIPPED_LOW, tl.sum(tl.where(counted, at_low, 0.0), 0), 0.0)
+        totals += tl.where(columns == CLIPPED_HIGH, tl.sum(tl.where(counted, at_high, 0.0), 0), 0.0)
+        totals += tl.where(columns == CLIPPED_DUAL, tl.sum(tl.where(counted, at_dual, 0.0), 0), 0.0)
         ratio = tl.where(counted, ratio, 0.0)
-        totals = added(totals, RATIO, ratio)
+        totals += tl.where(columns == RATIO, tl.sum(ratio, 0), 0.0)
         largest = tl.maximum(totals, tl.max(ratio, 0))
-        totals = tl.where(tl.arange(0, NUM_COLUMNS) == RATIO_MAX, largest, totals)
-        totals = added(totals, APPROX_KL, k3(log_ratio)[0])
+        totals = tl.where(columns == RATIO_MAX, largest, totals)
+        totals += tl.where(columns == APPROX_KL, tl.sum(k3(log_ratio)[0], 0), 0.0)
         entropy = load_counted(entropy_ptr, index, counted)
-        totals = added(totals, ENTROPY, entropy)
+        totals += tl.where(columns == ENTROPY, tl.sum(entropy, 0), 0.0)
         if ref_logprobs_ptr is not None:
             r = load_counted(ref_logprobs_ptr, index, counted) - now
-            totals = added(totals, KL_TO_REFERENCE, k3(r)[0])
+            totals += tl.where(columns == KL_TO_REFERENCE, tl.sum(k3(r)[0], 0), 0.0)
             if KL_TYPE is not None:
                 kl, kl_slope = kl_estimate(r, KL_TYPE)
-                totals = added(totals, KL, kl * weights)
+                totals += tl.where(columns == KL, tl.sum(kl * weights, 0), 0.0)
                 slope -= kl_coef * kl_slope * weights
         tl.store(g_logprob_ptr + index, tl.where(counted, slope, 0.0), mask=inside)
         if g_entropy_ptr is not None:
-            totals = added(totals, WEIGHED_ENTROPY, entropy * weights)
+            totals += tl.where(columns == WEIGHED_ENTROPY, tl.sum(entropy * weights, 0), 0.0)
             tl.store(g_entropy_ptr + index, -entropy_coef * weights, mask=inside)
-    tl.store(partial_ptr + program * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS), totals)
+    tl.store(partial_ptr + program * NUM_COLUMNS + columns, totals)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -34,6 +34,7 @@ METRICS = (
 LossType = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo"]
 TOKENS_BLOCK, TOKENS_WARPS = 1024, 4
 PAIRS_BLOCK, PAIRS_WARPS = 32, 1
+MAX_REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class _PreferenceLoss(torch.autograd.Function):
             BLOCK=TOKENS_BLOCK,
             num_warps=TOKENS_WARPS,
             enable_fp_fusion=True,
+            maxnreg=MAX_REGISTERS,
         )
         launch(
             pairs_kernel,
@@ -150,6 +152,7 @@ class _PreferenceLoss(torch.autograd.Function):
             BLOCK=PAIRS_BLOCK,
             num_warps=PAIRS_WARPS,
             enable_fp_fusion=True,
+            maxnreg=MAX_REGISTERS,
         )
         ctx.save_for_backward(slopes, loss_weights, cu_seqlens)
         ctx.dtype = logprobs.dtype
@@ -174,5 +177,6 @@ class _PreferenceLoss(torch.autograd.Function):
                 BLOCK=TOKENS_BLOCK,
                 num_warps=TOKENS_WARPS,
                 enable_fp_fusion=True,
+                maxnreg=MAX_REGISTERS,
             )
         return g_logprob, None, None, None, None, None

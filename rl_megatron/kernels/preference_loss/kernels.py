@@ -130,14 +130,6 @@ def pair_loss(
 
 @triton.jit
 @no_type_check
-def added(totals, column, values, valid):
-    """`totals` with the sum of the valid `values` added to one column."""
-    total = tl.sum(tl.where(valid, values, 0.0), 0)
-    return tl.where(tl.arange(0, NUM_COLUMNS) == column, totals + total, totals)
-
-
-@triton.jit
-@no_type_check
 def scores(sums_ptr, valid, AVERAGED: tl.constexpr):  # noqa: N803
     """Log-prob of a response, the same less the reference's, its sum, its length, their slope."""
     length = tl.maximum(tl.load(sums_ptr + NUM_COUNTED, mask=valid, other=0.0), 1.0)
@@ -168,6 +160,7 @@ def pairs_kernel(
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """All pairs, in order: loss, metrics, and the slope of the loss in each sequence's log-prob."""
+    columns = tl.arange(0, NUM_COLUMNS)
     totals = tl.zeros([NUM_COLUMNS], tl.float64)
     for start in range(0, num_pairs, BLOCK):
         pairs = start + tl.arange(0, BLOCK)
@@ -187,15 +180,22 @@ def pairs_kernel(
         tl.store(place, tl.where(valid, slope_chosen * pair_scale, 0.0), mask=inside)
         tl.store(place + 1, tl.where(valid, slope_rejected * pair_scale, 0.0), mask=inside)
         margin = beta * chosen - beta * rejected
-        totals = added(totals, LOSS, loss, valid)
-        totals = added(totals, CHOSEN, beta * chosen, valid)
-        totals = added(totals, REJECTED, beta * rejected, valid)
-        totals = added(totals, MARGIN, margin, valid)
-        totals = added(totals, ACCURACY, tl.where(margin > 0, 1.0, 0.0), valid)
-        totals = added(totals, LOGP_CHOSEN, logp_chosen, valid)
-        totals = added(totals, LOGP_REJECTED, logp_rejected, valid)
-        totals = added(totals, NLL, -total / length, valid)
-    columns = tl.arange(0, NUM_COLUMNS)
+        totals += tl.where(columns == LOSS, tl.sum(tl.where(valid, loss, 0.0), 0), 0.0)
+        totals += tl.where(columns == CHOSEN, tl.sum(tl.where(valid, beta * chosen, 0.0), 0), 0.0)
+        totals += tl.where(
+            columns == REJECTED, tl.sum(tl.where(valid, beta * rejected, 0.0), 0), 0.0
+        )
+        totals += tl.where(columns == MARGIN, tl.sum(tl.where(valid, margin, 0.0), 0), 0.0)
+        totals += tl.where(
+            columns == ACCURACY, tl.sum(tl.where(valid & (margin > 0), 1.0, 0.0), 0), 0.0
+        )
+        totals += tl.where(
+            columns == LOGP_CHOSEN, tl.sum(tl.where(valid, logp_chosen, 0.0), 0), 0.0
+        )
+        totals += tl.where(
+            columns == LOGP_REJECTED, tl.sum(tl.where(valid, logp_rejected, 0.0), 0), 0.0
+        )
+        totals += tl.where(columns == NLL, tl.sum(tl.where(valid, -total / length, 0.0), 0), 0.0)
     totals = totals * pair_scale
     tl.store(values_ptr + columns, totals)
     coefficients = tl.where(columns == NLL, nll_weight, tl.zeros_like(totals))

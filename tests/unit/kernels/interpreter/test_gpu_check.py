@@ -19,7 +19,7 @@ def test_nothing_is_wrong():
 
 
 def test_speeds_are_measured():
-    sizes = Sizes(tokens=8, hidden=16, vocab=64)
+    sizes = Sizes(tokens=2, hidden=16, vocab=64)
     found = [*row_speed(CPU, sizes), *head_speed(CPU, sizes)]
     assert len(found) == 5 + 6 and all(finding.value > 0 for finding in found)
 

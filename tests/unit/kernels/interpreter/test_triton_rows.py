@@ -118,7 +118,7 @@ def test_large_logits_at_a_temperature_keep_their_digits():
 
 
 def test_tanh_is_right_close_to_zero_and_far_out():
-    x = torch.cat([torch.logspace(-6, 2, 60), -torch.logspace(-6, 2, 60)])
+    x = torch.cat([torch.logspace(-6, 2, 25), -torch.logspace(-6, 2, 25)])
     softcap = 2.0
     one = torch.ones(len(x))
     columns = torch.zeros(len(x), dtype=torch.int64)
