@@ -97,6 +97,7 @@ def _every_loss() -> Iterator[Case]:
 
 
 EVERY_LOSS = tuple(_every_loss())
+BALANCED = tuple(case for case in EVERY_LOSS if case.loss in ("GRPO k3", "DPO+NLL", "SFT"))
 LOSSES = tuple(dict.fromkeys(case.loss for case in CASES))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -125,8 +126,10 @@ class Row:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """All, or every loss once where that is enough: in bf16, and with a loss beside it."""
-        return EVERY_LOSS if self.is_bf16 or self.balance else CASES
+        """All; every loss once in bf16; three losses where another one stands beside them."""
+        if self.balance:
+            return BALANCED
+        return EVERY_LOSS if self.is_bf16 else CASES
 
     @property
     def model_key(self) -> tuple[Layout, str, torch.dtype, bool]:

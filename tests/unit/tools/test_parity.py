@@ -8,7 +8,7 @@ import torch
 
 from rl_megatron.losses import LOSS_AGG_MODES
 from tools.parity import describe, make_report, make_table
-from tools.parity_cases import CASES, EVERY_LOSS, LOSSES, REFERENCES, ROWS, reference_of
+from tools.parity_cases import BALANCED, CASES, EVERY_LOSS, LOSSES, REFERENCES, ROWS, reference_of
 from tools.parity_compare import BOUNDS, METRIC_FLOOR, Difference, check_reference, compare
 from tools.parity_data import lonely, make_batches, make_model, model_logprobs
 
@@ -140,7 +140,8 @@ def test_every_loss_under_every_aggregation_on_every_axis():
 
 def test_the_balance_of_experts_is_compared_where_tokens_and_layers_are_spread():
     rows = [row for row in ROWS if row.balance]
-    assert all(row.model == "experts" and row.cases == EVERY_LOSS for row in rows)
+    assert all(row.model == "experts" and row.cases == BALANCED for row in rows)
+    assert len(BALANCED) == 3 and {case.paired for case in BALANCED} == {True, False}
     for axis in ("tensor", "pipeline", "virtual", "context", "expert", "data"):
         assert {getattr(row.layout, axis) for row in rows} == {1, 2}
     assert (
