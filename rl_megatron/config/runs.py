@@ -43,8 +43,8 @@ class LoggingConfig(Strict):
     """Log name, shape, dtype and layout of every tensor from data to gradient, once
     (--trace-shapes)."""
 
-    rollouts_per_step: NonNegativeInt = 4
-    """Rollouts of each rollout batch that are written to `rollouts.jsonl`."""
+    rollouts_per_step: NonNegativeInt | None = 4
+    """Rollouts of each rollout batch that are written to `rollouts.jsonl`; null: all of them."""
 
 
 class EvaluationConfig(Strict):

@@ -17,7 +17,7 @@ class RolloutWriter:
     Args:
         run_folder: Where `rollouts.jsonl` goes; made if missing.
         rank: This process among all of the run.
-        rollouts_per_step: How many at most are written per step; 0 for none.
+        rollouts_per_step: How many at most are written per step; 0 for none, None for all.
         resumed_from: As in `MetricsWriter`.
     """
 
@@ -25,12 +25,12 @@ class RolloutWriter:
         self,
         run_folder: Path,
         rank: int,
-        rollouts_per_step: int,
+        rollouts_per_step: int | None,
         resumed_from: int | None = None,
     ) -> None:
         self._rollouts_per_step = rollouts_per_step
         self._file: JsonlFile | None = None
-        if rank == 0 and rollouts_per_step > 0:
+        if rank == 0 and rollouts_per_step != 0:
             run_folder.mkdir(parents=True, exist_ok=True)
             self._file = JsonlFile(run_folder / ROLLOUTS_FILE, resumed_from)
 
@@ -47,7 +47,9 @@ class RolloutWriter:
         assert len(rollouts) == len(rewards), f"{len(rollouts)} rollouts, {len(rewards)} rewards"
         if self._file is None:
             return
-        count = min(self._rollouts_per_step, len(rollouts))
+        count = len(rollouts)
+        if self._rollouts_per_step is not None:
+            count = min(self._rollouts_per_step, count)
         for i in (k * len(rollouts) // count for k in range(count)):
             rollout = rollouts[i]
             self._file.append(

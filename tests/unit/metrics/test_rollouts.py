@@ -52,6 +52,16 @@ def test_fewer_rollouts_than_asked_for_are_all_written_once(tmp_path: Path) -> N
     assert [(row["row_id"], row["reward"]) for row in rows] == [(0, 1.0), (1, None), (2, 0.0)]
 
 
+def test_all_rollouts_are_written_where_no_number_is_set(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path, rank=0, rollouts_per_step=None)
+    writer.write(1, make_rollouts(num_prompts=2, group_size=3), [0.0] * 6)
+    writer.close()
+    rows = list(read_jsonl(tmp_path / "rollouts.jsonl"))
+    assert [(row["row_id"], row["sample_index"]) for row in rows] == [
+        (row, sample) for row in range(2) for sample in range(3)
+    ]
+
+
 @pytest.mark.parametrize(("rank", "rollouts_per_step"), [(1, 4), (0, 0)])
 def test_nothing_is_written_by_other_ranks_or_when_none_are_asked_for(
     tmp_path: Path, rank: int, rollouts_per_step: int
