@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_megatron.errors import DataError
 from rl_megatron.kernels.linear_logprob.merge import RowResult, finish, merge
@@ -54,8 +55,10 @@ def apply(hidden: Tensor, weight: Tensor, call: Call) -> tuple[Tensor, Tensor]:
 class _FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        _check_targets(call.targets, call.vocab_size)
         sharing = call.sharing
+        _check_targets(call.targets, call.vocab_size)
+        parts = sharing.size if sharing.split else 1
+        assert len(call.targets) == parts * len(hidden), "targets and hidden states do not match"
         head = _head(hidden, weight, call)
         index = torch.nonzero(call.targets >= 0)[:, 0]
         used = sharing.rows_in_use(hidden, index)
@@ -78,6 +81,7 @@ class _FusedHead(torch.autograd.Function):
         return logprob, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         kept, weight, index, column, inv_temperature, *result = ctx.saved_tensors
         call: Call = ctx.call
