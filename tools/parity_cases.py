@@ -65,6 +65,7 @@ DPO_LOSSES: dict[str, dict[str, Any]] = {
     "DPO": {},
     "cDPO": {"label_smoothing": 0.1},
     "DPO+NLL": {"rpo_alpha": 0.2},
+    "IPO": {"loss_type": "ipo"},
 }
 
 
