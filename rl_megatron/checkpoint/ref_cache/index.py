@@ -38,10 +38,12 @@ class Index:
         found = np.full((len(keys), 2), MISSING, dtype=np.int32)
         starts = np.searchsorted(self.halves, wanted, side="left")
         ends = np.searchsorted(self.halves, wanted, side="right")
-        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            # More than one only if two halves agree by chance.
-            for shard, at in self.places[start:end]:
-                if np.array_equal(shards[shard].keys[at], keys[row]):
+        # Python's numbers and bytes: numpy takes ten times as long over one of its own.
+        for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            key = keys[row].tobytes()
+            # More than one only if two halves agree by chance, or a row is there twice.
+            for shard, at in self.places[start:end].tolist():
+                if shards[shard].keys[at].tobytes() == key:
                     found[row] = shard, at
                     break
         return found

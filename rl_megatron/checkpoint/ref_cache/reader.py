@@ -87,9 +87,9 @@ class RefCache:
                 "set reference.build_cache=true."
             )
         parts = []
-        for shard, row in found:
+        for shard, row in found.tolist():
             rows = self._shards[shard]
-            start, end = rows.offsets[row : row + 2]
+            start, end = rows.offsets[row : row + 2].tolist()
             parts.append(rows.logprobs[start:end])
         result = torch.zeros(batch.num_tokens, dtype=torch.float32)
         # Sequences lie in order, and so do the response tokens of each.

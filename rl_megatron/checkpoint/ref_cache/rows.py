@@ -17,15 +17,15 @@ def row_keys(batch: PackedBatch) -> npt.NDArray[np.uint8]:
 
     So a row is found whatever its place in the data, and a row that changed is not found.
     """
-    tokens = batch.tokens.numpy().astype("<i8")
-    mask = batch.response_mask.numpy().astype(np.uint8)
+    tokens = np.ascontiguousarray(batch.tokens.numpy(), dtype="<i8")
+    mask = np.ascontiguousarray(batch.response_mask.numpy(), dtype=np.uint8)
     bounds = batch.cu_seqlens.tolist()
-    keys = np.empty((batch.num_sequences, KEY_BYTES), dtype=np.uint8)
-    for row, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        digest = blake2b(tokens[start:end].tobytes(), digest_size=KEY_BYTES)
-        digest.update(mask[start:end].tobytes())
-        keys[row] = np.frombuffer(digest.digest(), dtype=np.uint8)
-    return keys
+    keys = bytearray()
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        digest = blake2b(tokens[start:end], digest_size=KEY_BYTES)
+        digest.update(mask[start:end])
+        keys += digest.digest()
+    return np.frombuffer(keys, dtype=np.uint8).reshape(-1, KEY_BYTES)
 
 
 def sortable(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
