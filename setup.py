@@ -23,7 +23,7 @@ setup(
     package_data={"rl_megatron": ["py.typed", "*/csrc/*.cpp", "kernels/*/csrc/*.cpp"]},
     install_requires=[
         # An upper bound where a new release has changed names or numbers under us before.
-        "torch>=2.6,<2.15",
+        "torch>=2.8,<2.15",
         # 0.17 and later need Python 3.12; pip takes 0.16.1 on Python 3.11 by itself.
         "megatron-core>=0.16.1,<0.20",
         "transformers>=5.0,<6",
@@ -46,7 +46,7 @@ setup(
         "vllm": ["vllm>=0.11"],
         "wandb": ["wandb>=0.17,<1"],
         # What `make bench` measures beside ours.
-        "bench": ["cut-cross-entropy>=25.1,<26", "liger-kernel>=0.8,<0.9"],
+        "bench": ["cut-cross-entropy>=25.1,<26", "liger-kernel>=0.8,<0.9", "trl>=1.16,<2"],
         "dev": [
             "beartype>=0.19,<0.24",
             "gguf>=0.10,<1",

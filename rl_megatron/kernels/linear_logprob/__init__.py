@@ -72,7 +72,7 @@ def linear_logprob(
         vocab_size=vocab_size,
         sharing=sharing,
         softcap=softcap,
-        kernels=row_kernels(implementation, hidden.device),
+        kernels=row_kernels(implementation, hidden.device, hidden.dtype),
         token_gradient=token_gradient if learning else None,
     )
     return apply(hidden, weight, call)

@@ -30,12 +30,16 @@ NAMES = ("auto", "cpu", "triton", "torch", "reference")
 _LOG = logging.getLogger(__name__)
 
 
-def row_kernels(name: str, device: torch.device) -> RowKernels:
+def row_kernels(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> RowKernels:
     """The kernels called `name` for tensors on `device`; not for `reference`, which has none.
+
+    Of float64, which is for checks, `auto` is torch's on a GPU: Triton's rows are float32.
 
     Raises:
         ConfigError: There is no such implementation, or not here.
     """
+    if name == "auto" and dtype == torch.float64 and device.type == "cuda":
+        name = "torch"
     return _row_kernels(name, device.type)
 
 

@@ -23,5 +23,6 @@ def logits_logprob(
     """
     column = targets.long()
     ones = logits.new_ones(len(logits))
-    statistics = row_kernels(implementation, logits.device).statistics(logits, column, ones, None)
+    kernels = row_kernels(implementation, logits.device, logits.dtype)
+    statistics = kernels.statistics(logits, column, ones, None)
     return finish(merge(statistics[None])).logprob.to(logits.dtype)

@@ -96,6 +96,14 @@ def test_auto_is_compiled_on_a_cpu():
     assert describe("reference", CPU).startswith("reference")
 
 
+def test_auto_on_a_gpu_is_triton_but_for_float64():
+    pytest.importorskip("triton")
+    cuda = torch.device("cuda")
+    assert row_kernels("auto", cuda).name == row_kernels("auto", cuda, torch.bfloat16).name
+    assert row_kernels("auto", cuda).name == "triton"
+    assert row_kernels("auto", cuda, torch.float64).name == "torch"
+
+
 @pytest.mark.parametrize("name", ["tritn", "", "reference"])
 def test_an_unknown_name_is_refused_with_the_ones_there_are(name):
     with pytest.raises(ConfigError, match=r"kernels\.linear_logprob.*auto, cpu, triton, torch"):
