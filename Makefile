@@ -29,7 +29,7 @@ help:
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make check-kernels     compiles every Triton kernel for four GPUs; no spills (3 minutes)"
 	@echo "make format            rewrite the code in the house format"
-	@echo "make bench             log-probs against other libraries; packed against padded"
+	@echo "make bench             log-probs against other libraries; packed against padded; DPO and TRL"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
 
 setup: $(READY)
@@ -92,7 +92,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	@echo "bench: log-probs against other libraries and the bare products, packed against padded (ten minutes)"
+	@echo "bench: log-probs against other libraries and the bare products, packed against padded, the reference cache, DPO against TRL (a quarter of an hour)"
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[bench]"
 	$(BIN)/python tools/bench/linear_logprob.py
 	$(BIN)/python tools/bench/packing.py
+	$(BIN)/python tools/bench/ref_cache.py
+	$(BIN)/python tools/bench/dpo_vs_trl.py
