@@ -102,7 +102,8 @@ def statistics(head: Head, hidden: Tensor, rows: Rows) -> Tensor:
         for cut, tile in zip(cuts, tiles, strict=True):
             logits = head.kernels.logits(tile, weight)
             part[:, cut] = tile_statistics(head, logits, rows.take(cut), columns)
-    return merge(parts)
+    # A tile of rows at a time, as it is done in float64.
+    return torch.cat([merge(parts[:, :, cut]) for cut in cuts or [slice(0, 0)]], dim=1)
 
 
 def nothing(num_parts: int, num_rows: int, head: Head) -> Tensor:

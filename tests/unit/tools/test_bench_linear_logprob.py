@@ -1,5 +1,8 @@
 """The bench of log-probs: every way computes log-probs, and ratios are to the right products."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -52,3 +55,15 @@ def test_what_is_not_installed_is_said(monkeypatch):
 def test_ways_of_a_gpu_are_left_out_on_a_cpu():
     assert ("ours: triton", "forward") not in selected(None) or torch.cuda.is_available()
     assert selected(["plain torch"]) == [("plain torch", "forward"), ("plain torch", "two-pass")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is Linux's to tell")
+@pytest.mark.parametrize("mode", ["forward", "two-pass"])
+def test_the_fused_head_holds_no_more_for_more_tokens(mode):
+    peaks = []
+    for tokens in (2048, 6144):
+        size = replace(SMALL, tokens=tokens, hidden=16, vocab=16384)
+        peaks.append(measured("ours: cpu", mode, size).peak_mib)
+    # All logits would be 128 MiB and 384 MiB. What grows is a few numbers a token and stretch.
+    assert peaks[0] < 30
+    assert peaks[1] - peaks[0] < 10
