@@ -4,14 +4,15 @@
 
 Building is all that tools/ref_cache.py build does once model and rows are loaded (digest, forward
 pass, hashing, writing, checking), over the bare forward pass on the same parts of the data; the
-rows that a run computes again to compare are none here. Bytes are those of all files but the
-manifest, in which each shard has a line. Reading is finding the log-probs of a
-step's batch in the open cache, as a share of the step with it. Build and forward pass are run in
-turn, as are reading and step; ratios are of the least of the builds and of the median of the steps,
-on one thread, on a CPU in CPU time, so that others on the machine do not count. Steps with the
-cache and without it, the reference being resident, run in a process each; time is the median of all
-but the first, and memory the most that the process held in these steps (on a GPU: of the device).
-Lengths are log-normal as those of chats are.
+rows that a run computes again to compare are none here. Where others keep the machine busy, the two
+differ in speed by chance; `build_beside_forward` does not: of one build, what is not its forward
+pass, over that. Bytes are those of all files but the manifest, in which each shard has a line.
+Reading is finding the log-probs of a step's batch in the open cache, as a share of the step with
+it. Build and forward pass are run in turn, and the least of each counts; of steps and readings it
+is the median of all but the first. All run on one thread, on a CPU in CPU time. Steps with the
+cache and without it, the reference being resident, run in a process each; memory is the most that
+the process held in these steps (on a GPU: of the device). Lengths are log-normal as those of chats
+are.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ sys.path.insert(0, str(ROOT))
 from rl_megatron import log  # noqa: E402
 from rl_megatron.checkpoint.ref_cache.manifest import MANIFEST_FILE  # noqa: E402
 from rl_megatron.config import DPORun  # noqa: E402
-from rl_megatron.data.packing import MicroBatching  # noqa: E402
+from rl_megatron.interfaces.batch import PackedBatch  # noqa: E402
 from rl_megatron.losses import dpo_objective  # noqa: E402
 from rl_megatron.parallel.process import stop  # noqa: E402
 from rl_megatron.runtime.build import start_process  # noqa: E402
-from rl_megatron.runtime.reference_cache import complete_cache, reference_scorer  # noqa: E402
+from rl_megatron.runtime.reference_cache import LazyScorer, complete_cache  # noqa: E402
 from rl_megatron.runtime.tasks import DPOTask, build_dpo  # noqa: E402
 from tools.bench.dpo_task import TaskSize, make_run, write_task  # noqa: E402
 from tools.bench.linear_logprob import status_bytes  # noqa: E402
@@ -74,6 +75,7 @@ class BuildCost:
         build_seconds: The build with that in it.
         bare_wall: The same by the clock.
         build_wall: The same by the clock.
+        beside: Of a build, what is not forward pass, over that.
     """
 
     response_tokens: int
@@ -83,6 +85,7 @@ class BuildCost:
     build_seconds: float
     bare_wall: float
     build_wall: float
+    beside: float
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=2, help="builds that are timed")
+    parser.add_argument("--repeats", type=int, default=3, help="builds that are timed")
     parser.add_argument("--steps", type=int, default=6)
     TaskSize.add_arguments(parser, **DEFAULTS)
     parser.add_argument("--json", action="store_true", help="numbers instead of a table")
@@ -135,6 +138,7 @@ def measure(size: TaskSize, steps: int, repeats: int) -> dict[str, float]:
         "build_seconds": build.build_seconds,
         "build_ratio": build.build_seconds / build.bare_seconds,
         "build_ratio_by_the_clock": build.build_wall / build.bare_wall,
+        "build_beside_forward": build.beside,
         "bytes_per_token": build.file_bytes / build.response_tokens,
         "manifest_bytes": build.manifest_bytes,
         "read_seconds": with_cache.reference_seconds,
@@ -155,13 +159,31 @@ def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(work, arguments)
 
 
+class Watched:
+    """A backend, and the seconds of its forward passes."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """As the backend's."""
+        result, seconds, _ = timed(lambda: self._policy.logprobs(batch))
+        self.seconds += seconds
+        return result
+
+
 def measure_build(run: DPORun, repeats: int) -> BuildCost:
     """Forward pass and build in turn; the least of each counts."""
     task, process = start(run)  # Builds the cache once, to warm up.
     assert run.reference.cache is not None
     folder, policy = Path(run.reference.cache), task.policy
     chunks = [chunk.with_fields(paired=False) for chunk in task.batches.everything()]
-    scorer = reference_scorer(run, process, MicroBatching(1), policy)
+    watched = Watched(policy)
+    scorer = LazyScorer(lambda: watched, borrowed=True)
 
     def bare() -> None:
         for chunk in chunks:
@@ -176,7 +198,8 @@ def measure_build(run: DPORun, repeats: int) -> BuildCost:
         _, *forward = timed(bare)
         shutil.rmtree(folder)
         tokens, *whole = timed(build)
-        times.append((forward[0], whole[0], forward[1], whole[1]))
+        inside, watched.seconds = watched.seconds, 0.0
+        times.append((forward[0], whole[0], forward[1], whole[1], whole[0] / inside - 1))
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     manifest = (folder / MANIFEST_FILE).stat().st_size
     stop()

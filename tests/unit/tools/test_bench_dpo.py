@@ -39,6 +39,7 @@ def test_the_cache_is_measured(capsys):
         "build_seconds",
         "build_ratio",
         "build_ratio_by_the_clock",
+        "build_beside_forward",
         "bytes_per_token",
         "manifest_bytes",
         "read_seconds",
