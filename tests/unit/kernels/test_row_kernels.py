@@ -131,3 +131,17 @@ def test_without_a_compiler_torch_is_used_and_says_why_once(monkeypatch, caplog)
     finally:
         for cached in (choose._row_kernels, choose._compiled_rows):
             cached.cache_clear()
+
+
+def test_a_sure_token_has_no_gradient_at_any_temperature(kernels):
+    # p = e^(z - z): a product with 1 / temperature that is rounded here and not there is not 1.
+    generator = torch.Generator().manual_seed(0)
+    logits = 50 * torch.randn(64, 1, generator=generator)
+    inv_temperature = torch.rand(64, generator=generator) + 0.5
+    column, zeros, ones = torch.zeros(64, dtype=torch.int64), torch.zeros(64), torch.ones(64)
+    top, s, _, z_y = kernels.statistics(logits, column, inv_temperature, None)
+    assert torch.equal(s, ones) and torch.equal(z_y, top)
+    found = kernels.gradient(
+        logits, column, inv_temperature, None, top, zeros, zeros, ones, ones, torch.float32
+    )
+    assert torch.equal(found, torch.zeros(64, 1))
