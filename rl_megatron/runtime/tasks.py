@@ -116,14 +116,7 @@ def build_dpo(run: DPORun, process: Process) -> DPOTask:
     batches = _pairs(run, process, tokenizer)
     micro_batching = _micro_batching(run.train)
     policy = build_policy(run, process, micro_batching)
-    reference: Scorer | None = None
-    if run.loss.is_reference_free:
-        pass
-    elif run.reference.precompute_ref_logprobs:
-        scorer = reference_scorer(run, process, micro_batching, policy)
-        reference = cached_reference(run, process, scorer, batches.everything)
-    else:
-        reference = build_reference(run, process, micro_batching, policy)
+    reference = _pair_reference(run, process, micro_batching, policy, batches)
     drift = _drift(run, process, policy, tokenizer) if run.watches_drift else None
     return DPOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer), drift)
 
@@ -222,6 +215,22 @@ def _check_answers(
             f"field, and the reward {comparing[0]} compares with it; name the field that holds "
             "the answers, or take another reward"
         )
+
+
+def _pair_reference(
+    run: DPORun,
+    process: Process,
+    micro_batching: MicroBatching,
+    policy: PolicyBackend,
+    batches: Batches,
+) -> Scorer | None:
+    """What gives reference log-probs, if the loss reads any; call it before the first step."""
+    if run.loss.is_reference_free:
+        return None
+    if not run.reference.precompute_ref_logprobs:
+        return build_reference(run, process, micro_batching, policy)
+    scorer = reference_scorer(run, process, micro_batching, policy)
+    return cached_reference(run, process, scorer, batches.everything)
 
 
 def _drift(
