@@ -16,8 +16,8 @@ from rl_megatron.interfaces.records import Sampling
 from rl_megatron.kernels.linear_logprob import logits_logprob
 
 
-def next_token_logprobs(logits: Tensor, sampling: Sampling, num_sampled: Tensor) -> Tensor:
-    """Log-probs [n, V] fp32 of the distribution to sample from; -inf on tokens that are out.
+def allowed_logits(logits: Tensor, sampling: Sampling, num_sampled: Tensor) -> Tensor:
+    """Logits [n, V] fp32 of the distribution to sample from; -inf on tokens that are out.
 
     Args:
         logits: [n, V], any float type.
@@ -26,11 +26,6 @@ def next_token_logprobs(logits: Tensor, sampling: Sampling, num_sampled: Tensor)
         num_sampled: [n] tokens already sampled in each response (stop tokens wait for
             `min_response_tokens`).
     """
-    return _allowed_logits(logits, sampling, num_sampled).log_softmax(dim=1)
-
-
-def _allowed_logits(logits: Tensor, sampling: Sampling, num_sampled: Tensor) -> Tensor:
-    """Logits [n, V] fp32 at the temperature, -inf on tokens that the rules leave out."""
     z = logits.float()
     if sampling.temperature > 0:
         z = z / sampling.temperature
@@ -65,13 +60,13 @@ def sample(
     """Tokens [n] and their log-probs [n] fp32, on the device of the logits.
 
     Args:
-        logits, sampling, num_sampled: As in `next_token_logprobs`.
+        logits, sampling, num_sampled: As in `allowed_logits`.
         numbers: [n] uniform numbers in [0, 1); they pick the tokens by inversion.
 
     Raises:
         NumericsError: The logits are not finite, or no token is allowed.
     """
-    z = _allowed_logits(logits, sampling, num_sampled)
+    z = allowed_logits(logits, sampling, num_sampled)
     mass = z.log_softmax(dim=1).double().exp().cumsum(dim=1)
     if not bool(mass[:, -1].isfinite().all()):
         raise NumericsError(

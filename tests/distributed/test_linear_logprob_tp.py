@@ -4,6 +4,19 @@ all ranks, with the hidden states whole or split."""
 import pytest
 import torch
 
+from tests.helpers.head_problem import (
+    CASES,
+    USED,
+    gradients,
+    head_problem,
+    largest_relative,
+    relative,
+    temperature_of,
+)
+
+ROWS, WIDTH, VOCAB = 48, 576, 1003
+UNUSED = [3, 11, 12, 23, 47]
+
 
 def _shard(weight, vocab_size, rank, world_size):
     """This rank's rows of the head, padded to equal sizes with rows that must not be used."""
@@ -13,16 +26,22 @@ def _shard(weight, vocab_size, rank, world_size):
     return padded[rank * rows : (rank + 1) * rows].clone()
 
 
-def _problem(vocab_size, dtype):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(24, 16, generator=generator).to(dtype)
-    weight = torch.randn(vocab_size, 16, generator=generator).to(dtype)
-    targets = torch.randint(0, vocab_size, (24,), generator=generator)
+def _harsh(vocab_size, dtype):
+    """Logits up to 20 and more, as of a model that is sure of itself."""
+    hidden, weight, targets, upstream = head_problem(24, 16, vocab_size, dtype)
     targets[[3, 11, 12, 23]] = -1
-    return hidden, weight, targets, torch.randn(2, 24, generator=generator)
+    return hidden.detach(), 4 * weight.detach(), targets, upstream
 
 
-def _value_and_gradients(hidden, shard, targets, upstream, vocab_size, sequence_parallel):
+def _real(dtype):
+    hidden, weight, targets, upstream = head_problem(ROWS, WIDTH, VOCAB, dtype)
+    targets[UNUSED] = -1
+    return hidden.detach(), weight.detach(), targets, upstream
+
+
+def _value_and_gradients(
+    hidden, shard, targets, upstream, vocab_size, sequence_parallel, temperature=0.7, softcap=None
+):
     """What this rank gets: log-probs, entropy, and the gradients of hidden states and shard."""
     import torch.distributed as dist
 
@@ -35,7 +54,14 @@ def _value_and_gradients(hidden, shard, targets, upstream, vocab_size, sequence_
     mine = hidden[rank * rows : (rank + 1) * rows] if sequence_parallel else hidden
     mine, shard = mine.clone().requires_grad_(), shard.clone().requires_grad_()
     values = linear_logprob(
-        mine, shard, targets, 0.7, vocab_size, dist.group.WORLD, sequence_parallel
+        mine,
+        shard,
+        targets,
+        temperature,
+        vocab_size,
+        dist.group.WORLD,
+        sequence_parallel,
+        softcap=softcap,
     )
     total = sum((v * g).sum() for v, g in zip(values, upstream, strict=True))
     d_hidden, d_shard = torch.autograd.grad(total, [mine, shard])
@@ -46,9 +72,32 @@ def random_job(vocab_size, dtype, sequence_parallel):
     import os
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    hidden, weight, targets, upstream = _problem(vocab_size, dtype)
+    hidden, weight, targets, upstream = _harsh(vocab_size, dtype)
     shard = _shard(weight, vocab_size, rank, size)
     return _value_and_gradients(hidden, shard, targets, upstream, vocab_size, sequence_parallel)
+
+
+def real_job(dtype, sequence_parallel):
+    """By case and by what the loss reads."""
+    import os
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    hidden, weight, targets, upstream = _real(dtype)
+    shard = _shard(weight, VOCAB, rank, size)
+    return {
+        (case, used): _value_and_gradients(
+            hidden,
+            shard,
+            targets,
+            [g * on for g, on in zip(upstream, USED[used], strict=True)],
+            VOCAB,
+            sequence_parallel,
+            temperature_of(case, ROWS),
+            CASES[case][1],
+        )
+        for case in CASES
+        for used in USED
+    }
 
 
 def given_job(shards, targets):
@@ -64,36 +113,77 @@ def given_job(shards, targets):
     )
 
 
+def _joined(results, sequence_parallel, vocab_size):
+    """What the ranks say together, after the look at what must be equal on all of them."""
+    first = results[0]
+    for logprobs, entropy, d_hidden, _ in results:
+        assert torch.equal(logprobs, first[0]) and torch.equal(entropy, first[1])
+        assert sequence_parallel or torch.equal(d_hidden, first[2])
+    d_hidden = torch.cat([result[2] for result in results]) if sequence_parallel else first[2]
+    d_padded = torch.cat([result[3] for result in results])
+    assert not d_padded[vocab_size:].any()
+    return first[0], first[1], d_hidden, d_padded[:vocab_size]
+
+
+def _exact(problem, temperature, softcap=None, used=(1.0, 1.0)):
+    """The same from all logits in float64."""
+    from rl_megatron.kernels.linear_logprob.reference import plain_logprob
+
+    hidden, weight, targets, upstream = problem
+    leaves = [x.double().requires_grad_() for x in (hidden, weight)]
+    values = plain_logprob(*leaves, targets, temperature, len(weight), softcap)
+    upstream = tuple(g * on for g, on in zip(upstream, used, strict=True))
+    return *(v.detach() for v in values), *gradients(values, upstream, leaves)
+
+
+def _assert_rounded_once(found, exact):
+    step = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(found.double(), exact, rtol=step / 2 * 1.01, atol=2e-7)
+
+
+# 1003 tokens leave padding on the last rank of any number.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, False), (4, True)]
+)
+def test_the_bounds_of_one_rank_hold_on_any_number(pool, world_size, sequence_parallel, dtype):
+    results = pool(world_size).run(real_job, dtype, sequence_parallel)
+    for case, used in results[0]:
+        found = _joined([result[case, used] for result in results], sequence_parallel, VOCAB)
+        exact = _exact(_real(dtype), temperature_of(case, ROWS), CASES[case][1], USED[used])
+        if dtype == torch.float32:
+            assert largest_relative(found[0], exact[0]) <= 3e-7, case
+            assert largest_relative(found[1], exact[1]) <= 1e-6, case
+            for value, want in zip(found[2:], exact[2:], strict=True):
+                assert relative(value, want) <= 2e-6, (case, used)
+        else:
+            assert (found[0] - exact[0]).abs().max() <= 5e-6, case
+            assert largest_relative(found[1], exact[1]) <= 1e-6, case
+            for value, want in zip(found[2:], exact[2:], strict=True):
+                _assert_rounded_once(value, want)
+
+
 # 5 tokens leave the last of four shards with padding only.
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("world_size", "vocab_size"), [(2, 131), (4, 131), (4, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_to_one_rank_and_to_the_bit_on_all(
+def test_sure_rows_are_as_exact_as_float32_logits_are(
     pool, world_size, vocab_size, sequence_parallel, dtype
 ):
-    from tests.helpers.dense_head import dense_logprobs, gradients
-
     results = pool(world_size).run(random_job, vocab_size, dtype, sequence_parallel)
-    hidden, weight, targets, upstream = _problem(vocab_size, dtype)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    oracle = dense_logprobs(hidden, weight, targets, 0.7)
-    d_hidden, d_weight = gradients(oracle, tuple(upstream), [hidden, weight])
-    for rank in range(world_size):
-        for value, want, first in zip(results[rank][:2], oracle, results[0][:2], strict=True):
-            assert torch.equal(value, first)
-            torch.testing.assert_close(value.double(), want, atol=1e-5, rtol=1e-5)
-    close = {"atol": 1e-5, "rtol": 1e-5}
-    if dtype == torch.bfloat16:
-        close = {"atol": 1e-3, "rtol": 2**-7}
-    parts = [result[2] for result in results]
-    found = torch.cat(parts) if sequence_parallel else parts[0]
-    torch.testing.assert_close(found, d_hidden, **close)
-    if not sequence_parallel:
-        assert all(torch.equal(part, parts[0]) for part in parts)
-    d_padded = torch.cat([result[3] for result in results])
-    torch.testing.assert_close(d_padded[:vocab_size], d_weight, **close)
-    assert not d_padded[vocab_size:].any()
+    found = _joined(results, sequence_parallel, vocab_size)
+    hidden, weight, targets, upstream = _harsh(vocab_size, dtype)
+    exact = _exact((hidden, weight, targets, upstream), 0.7)
+    # Logits of 16 to 32 are 1.9e-6 apart, products of them are off by that much, and a log-prob or
+    # entropy near 0 has no digits of its own: so relative to the largest logit of the row.
+    largest = (hidden.double() @ weight.double().t() / 0.7).abs().amax(dim=1)
+    for value, want in zip(found[:2], exact[:2], strict=True):
+        assert ((value - want).abs() / torch.maximum(largest, want.abs())).max() <= 3e-7
+    for value, want in zip(found[2:], exact[2:], strict=True):
+        if dtype == torch.float32:
+            assert relative(value, want) <= 2e-6
+        else:
+            _assert_rounded_once(value, want)
 
 
 def test_lp_02_every_shard_gets_its_gradient(pool):
@@ -146,7 +236,7 @@ def empty_job(sequence_parallel):
     import os
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    hidden, weight, targets, upstream = _problem(10, torch.float32)
+    hidden, weight, targets, upstream = _harsh(10, torch.float32)
     targets[:] = -1
     shard = _shard(weight, 10, rank, size)
     return _value_and_gradients(hidden, shard, targets, upstream, 10, sequence_parallel)

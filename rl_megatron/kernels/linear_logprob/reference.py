@@ -34,5 +34,7 @@ def plain_logprob(
     logprobs = (logits / temperature).log_softmax(dim=1)
     picked = logprobs.gather(1, targets.long().clamp(min=0)[:, None])[:, 0]
     p = logprobs.exp()
-    entropy = -torch.where(p > 0, p * logprobs.clamp(min=torch.finfo(dtype).min), 0.0).sum(dim=1)
+    # A probability of 0 adds nothing, and one that is NaN is not lost.
+    terms = torch.where(p == 0, 0.0, p * logprobs.clamp(min=torch.finfo(dtype).min))
+    entropy = -terms.sum(dim=1)
     return torch.where(asked, picked, 0.0), torch.where(asked, entropy, 0.0)

@@ -8,13 +8,25 @@ import torch
 
 from rl_megatron.errors import DataError
 from rl_megatron.kernels.linear_logprob import linear_logprob, tiles
-from tests.helpers.dense_head import dense_logprobs, gradients
+from rl_megatron.kernels.linear_logprob.reference import plain_logprob
+from tests.helpers.head_problem import gradients
 
 
 @pytest.fixture(params=["torch", "cpu"])
 def head(request):
     """The head with each implementation that this machine can run in full."""
     return functools.partial(linear_logprob, implementation=request.param)
+
+
+@pytest.fixture(params=["torch", "cpu", "reference"])
+def any_head(request):
+    """The same, and the oracle of the other tests, for what is worked by hand."""
+    return functools.partial(linear_logprob, implementation=request.param)
+
+
+def exact(hidden, weight, targets, temperature):
+    """Log-probs and entropy by way of all logits in float64."""
+    return plain_logprob(hidden, weight, targets, temperature, len(weight), dtype=torch.float64)
 
 
 def problem(rows=37, width=16, vocab=131, seed=0, dtype=torch.float32):
@@ -42,7 +54,7 @@ def compare(values, expected, tolerance):
 def test_values_and_gradients_are_those_of_all_logits(head, dtype, tolerance, temperature):
     hidden, weight, targets, upstream = problem(dtype=dtype)
     values = head(hidden, weight, targets, temperature, 131)
-    oracle = dense_logprobs(hidden, weight, targets, temperature)
+    oracle = exact(hidden, weight, targets, temperature)
     assert values[0].dtype == values[1].dtype == dtype
     compare(values, oracle, tolerance)
     inputs = [hidden, weight]
@@ -57,7 +69,7 @@ def test_log_prob_and_entropy_have_gradients_of_their_own(head, used):
         (values[used].double() * upstream[used]).sum(), inputs
     )
     found = pick(head(hidden, weight, targets, 0.8, 131))
-    expected = pick(dense_logprobs(hidden, weight, targets, 0.8))
+    expected = pick(exact(hidden, weight, targets, 0.8))
     assert all(g.abs().max() > 0.1 for g in expected)
     compare(found, expected, 5e-6)
 
@@ -85,7 +97,7 @@ def test_bfloat16_inputs_are_computed_in_float32(head):
     hidden, weight, targets, upstream = problem(dtype=torch.bfloat16)
     values = head(hidden, weight, targets, 0.7, 131)
     assert values[0].dtype == values[1].dtype == torch.float32
-    oracle = dense_logprobs(hidden, weight, targets, 0.7)
+    oracle = exact(hidden, weight, targets, 0.7)
     # Far below the steps of bfloat16 (2^-7 of a value): products and sums are exact enough.
     compare(values, oracle, 1e-5)
     found = gradients(values, upstream, [hidden, weight])
@@ -159,18 +171,18 @@ def test_no_rows_at_all_still_have_gradients(head, targets):
         (0.5, [-0.142932, -2.142932, -4.142932]),
     ],
 )
-def test_lp_01_temperature(head, temperature, expected):
+def test_lp_01_temperature(any_head, temperature, expected):
     hidden, weight = torch.ones(3, 1), torch.tensor([[2.0], [1.0], [0.0]])
-    logprobs, _ = head(hidden, weight, torch.tensor([0, 1, 2]), temperature, 3)
+    logprobs, _ = any_head(hidden, weight, torch.tensor([0, 1, 2]), temperature, 3)
     torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-6, rtol=0)
 
 
-def test_lp_06_bfloat16_logits_keep_their_tail(head):
+def test_lp_06_bfloat16_logits_keep_their_tail(any_head):
     # One hidden unit: the logits are one 8.0 and 999 zeros.
     weight = torch.zeros(1000, 1, dtype=torch.bfloat16)
     weight[0] = 8.0
     hidden = torch.ones(2, 1, dtype=torch.bfloat16)
-    logprobs, _ = head(hidden, weight, torch.tensor([0, 5]), 1.0, 1000)
+    logprobs, _ = any_head(hidden, weight, torch.tensor([0, 5]), 1.0, 1000)
     torch.testing.assert_close(logprobs, torch.tensor([-0.289026, -8.289026]), atol=1e-6, rtol=0)
 
 
@@ -181,9 +193,9 @@ def minus_infinity_problem():
     return hidden, weight
 
 
-def test_lp_09_a_logit_of_minus_infinity(head):
+def test_lp_09_a_logit_of_minus_infinity(any_head):
     hidden, weight = minus_infinity_problem()
-    logprobs, entropy = head(hidden, weight, torch.tensor([0]), 1.0, 3)
+    logprobs, entropy = any_head(hidden, weight, torch.tensor([0]), 1.0, 3)
     assert logprobs.item() == pytest.approx(-0.693147, abs=1e-6)
     assert entropy.item() == pytest.approx(0.693147, abs=1e-6)
     d_hidden, d_weight = torch.autograd.grad((logprobs + entropy).sum(), [hidden, weight])
@@ -192,18 +204,18 @@ def test_lp_09_a_logit_of_minus_infinity(head):
     torch.testing.assert_close(d_weight[:2, 0], torch.tensor([0.5e20, -0.5e20]))
 
 
-def test_lp_09_a_row_of_minus_infinity_is_reported(head):
+def test_lp_09_a_row_of_minus_infinity_is_reported(any_head):
     hidden = torch.tensor([[1e20], [1.0]])
     weight = torch.tensor([[-1e20], [-2e20]])
-    logprobs, entropy = head(hidden, weight, torch.tensor([0, 0]), 1.0, 2)
+    logprobs, entropy = any_head(hidden, weight, torch.tensor([0, 0]), 1.0, 2)
     assert math.isnan(logprobs[0]) and math.isnan(entropy[0])
     assert float(logprobs[1]) == 0.0 and float(entropy[1]) == 0.0
 
 
-def test_large_logits_lose_no_precision(head):
+def test_large_logits_lose_no_precision(any_head):
     hidden = torch.tensor([[1.0]])
     weight = leaf(torch.tensor([[1e4], [1e4 - 1], [-1e4]]))
-    logprobs, entropy = head(hidden, weight, torch.tensor([1]), 1.0, 3)
+    logprobs, entropy = any_head(hidden, weight, torch.tensor([1]), 1.0, 3)
     assert logprobs.item() == pytest.approx(-1.313262, abs=1e-6)
     assert entropy.item() == pytest.approx(0.582203, abs=1e-6)
     (d_weight,) = torch.autograd.grad(logprobs.sum(), weight)

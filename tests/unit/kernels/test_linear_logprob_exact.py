@@ -9,7 +9,15 @@ import torch
 from rl_megatron.kernels.linear_logprob import linear_logprob, tiles
 from rl_megatron.kernels.linear_logprob.cpu_rows import CpuRows
 from rl_megatron.kernels.linear_logprob.reference import plain_logprob
-from tests.helpers.dense_head import gradients
+from tests.helpers.head_problem import (
+    CASES,
+    USED,
+    gradients,
+    head_problem,
+    largest_relative,
+    relative,
+    temperature_of,
+)
 
 ROWS, WIDTH, VOCAB = 70, 576, 5003
 
@@ -19,55 +27,31 @@ def head(request):
     return functools.partial(linear_logprob, implementation=request.param)
 
 
-def problem(rows=ROWS, width=WIDTH, vocab=VOCAB, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(vocab, width, generator=generator) * width**-0.5
-    targets = torch.randint(0, vocab, (rows,), generator=generator)
-    upstream = tuple(torch.randn(rows, generator=generator) for _ in range(2))
-    return hidden, weight.to(dtype).requires_grad_(), targets, upstream
+def problem(rows=ROWS, width=WIDTH, vocab=VOCAB, dtype=torch.float32):
+    return head_problem(rows, width, vocab, dtype)
 
 
-def temperatures(rows=ROWS):
-    return torch.linspace(0.5, 2.0, rows)
-
-
-def relative(found, exact):
-    return float((found.double() - exact).norm() / exact.norm())
-
-
-CASES = [
-    pytest.param(1.0, None, id="plain"),
-    pytest.param(0.7, None, id="temperature"),
-    pytest.param(temperatures(), None, id="temperature-per-row"),
-    pytest.param(1.0, 1.5, id="softcap"),
-    pytest.param(temperatures(), 30.0, id="softcap-and-temperature-per-row"),
-]
-
-
-@pytest.mark.parametrize(
-    "used", [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)], ids=["both", "logprob", "entropy"]
-)
-@pytest.mark.parametrize(("temperature", "softcap"), CASES)
-def test_float32_against_float64(head, temperature, softcap, used):
+@pytest.mark.parametrize("used", USED)
+@pytest.mark.parametrize("case", CASES)
+def test_float32_against_float64(head, case, used):
     hidden, weight, targets, upstream = problem()
-    upstream = tuple(g * on for g, on in zip(upstream, used, strict=True))
+    upstream = tuple(g * on for g, on in zip(upstream, USED[used], strict=True))
+    temperature, softcap = temperature_of(case, ROWS), CASES[case][1]
     logprob, entropy = head(hidden, weight, targets, temperature, VOCAB, softcap=softcap)
     exact = plain_logprob(hidden, weight, targets, temperature, VOCAB, softcap, dtype=torch.float64)
-    assert ((logprob - exact[0]) / exact[0]).abs().max() <= 3e-7
-    assert ((entropy - exact[1]) / exact[1]).abs().max() <= 1e-6
+    assert largest_relative(logprob, exact[0]) <= 3e-7
+    assert largest_relative(entropy, exact[1]) <= 1e-6
     found = gradients((logprob, entropy), upstream, [hidden, weight])
     for value, want in zip(found, gradients(exact, upstream, [hidden, weight]), strict=True):
         assert want.norm() > 0
-        assert relative(value, want.double()) <= 2e-6
+        assert relative(value, want) <= 2e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("temperature", "softcap"), CASES)
-def test_half_precision_inputs_lose_nothing_but_their_own_rounding(
-    head, dtype, temperature, softcap
-):
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_inputs_lose_nothing_but_their_own_rounding(head, dtype, case):
     hidden, weight, targets, upstream = problem(dtype=dtype)
+    temperature, softcap = temperature_of(case, ROWS), CASES[case][1]
     logprob, entropy = head(hidden, weight, targets, temperature, VOCAB, softcap=softcap)
     assert logprob.dtype == entropy.dtype == torch.float32
     exact = plain_logprob(hidden, weight, targets, temperature, VOCAB, softcap, dtype=torch.float64)
@@ -89,10 +73,10 @@ def test_a_float32_head_of_half_precision_hidden_states(head):
     hidden = hidden.detach().bfloat16().requires_grad_()
     values = head(hidden, weight, targets, 1.0, VOCAB)
     exact = plain_logprob(hidden, weight, targets, 1.0, VOCAB, dtype=torch.float64)
-    assert ((values[0] - exact[0]) / exact[0]).abs().max() <= 3e-7
+    assert largest_relative(values[0], exact[0]) <= 3e-7
     d_hidden, d_weight = gradients(values, upstream, [hidden, weight])
     assert (d_hidden.dtype, d_weight.dtype) == (torch.bfloat16, torch.float32)
-    assert relative(d_weight, gradients(exact, upstream, [weight])[0].double()) <= 2e-6
+    assert relative(d_weight, gradients(exact, upstream, [weight])[0]) <= 2e-6
 
 
 # Rows of a chunk, and what is left over: nothing, one row, all but one.

@@ -7,7 +7,7 @@ import torch
 
 from rl_megatron.kernels.linear_logprob import linear_logprob, tiles
 from rl_megatron.kernels.linear_logprob.choose import row_kernels
-from tests.helpers.dense_head import gradients
+from tests.helpers.head_problem import gradients
 
 ROWS, WIDTH, VOCAB = 75, 24, 517
 

@@ -7,6 +7,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.kernels import native
 from rl_megatron.kernels.linear_logprob import choose
 from rl_megatron.kernels.linear_logprob.choose import describe, row_kernels
+from rl_megatron.kernels.linear_logprob.merge import finish, merge
 
 CPU = torch.device("cpu")
 
@@ -60,11 +61,14 @@ def test_gradient(kernels, rows, width, softcap):
     z = exact if softcap is None else softcap * torch.tanh(exact / softcap)
     log_p = (z * inv_temperature.double()[:, None]).log_softmax(dim=1)
     entropy = -(log_p.exp() * log_p).sum(1)
-    known = scaled(logits, inv_temperature, softcap)
-    top, log_sum = known.max(1).values, (known - known.max(1).values[:, None]).exp().sum(1).log()
+    # What the kernel itself says of the rows, as in the head: the top that is subtracted must be
+    # the row's own largest z to the bit. Rounded from float64 it is another float32 where a cap
+    # took part, at 21 one that is 1.9e-6 away, and every p of the row is off by as much.
+    statistics = kernels.statistics(logits.clone(), column, inv_temperature, softcap)
+    row = finish(merge(statistics[None])).to(torch.float32)
     found = kernels.gradient(
         logits.clone(), column, inv_temperature, softcap,
-        top.float(), log_sum.float(), entropy.detach().float(), g[0], g[1], torch.float32,
+        row.top, row.log_sum, row.entropy, g[0], g[1], torch.float32,
     )  # fmt: skip
     # By hand up to z, as a target may be another tile's; on to the logits by autograd.
     p = log_p.detach().exp()
@@ -73,8 +77,7 @@ def test_gradient(kernels, rows, width, softcap):
     dz -= g[1].double()[:, None] * p * (log_p.detach() + entropy.detach()[:, None])
     dz[here, column[here]] += g[0].double()[here]
     (expected,) = torch.autograd.grad(z, exact, dz * inv_temperature.double()[:, None])
-    # z reaches 45, where float32 are 4e-6 apart, and p is as far off as z.
-    assert (found - expected).norm() <= 4e-6 * expected.norm()
+    assert (found - expected).norm() <= 2e-6 * expected.norm()
 
 
 def test_a_nan_is_not_lost_and_minus_infinity_adds_nothing(kernels):

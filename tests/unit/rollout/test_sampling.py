@@ -8,7 +8,7 @@ import torch
 
 from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces.records import Sampling
-from rl_megatron.rollout.sampling import next_token_logprobs, sample
+from rl_megatron.rollout.sampling import allowed_logits, sample
 from rl_megatron.rollout.seeds import stream_key, uniforms
 
 INF = math.inf
@@ -22,7 +22,7 @@ def rules(temperature=1.0, **more):
 
 def logprobs(logits, sampling, num_sampled=0):
     logits = torch.as_tensor(logits)[None]
-    return next_token_logprobs(logits, sampling, torch.tensor([num_sampled]))[0]
+    return allowed_logits(logits, sampling, torch.tensor([num_sampled]))[0].log_softmax(dim=0)
 
 
 def draw(logits, sampling, numbers, num_sampled=0):
