@@ -92,9 +92,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	@echo "bench: log-probs against other libraries and the bare products, packed against padded, the reference cache, DPO against TRL (a quarter of an hour)"
+	@echo "bench: log-probs against other libraries and the bare products, packed against padded, the reference cache, the weights digest, DPO against TRL (a quarter of an hour)"
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[bench]"
 	$(BIN)/python tools/bench/linear_logprob.py
 	$(BIN)/python tools/bench/packing.py
 	$(BIN)/python tools/bench/ref_cache.py
+	$(BIN)/python tools/bench/weights_digest.py
 	$(BIN)/python tools/bench/dpo_vs_trl.py

@@ -18,9 +18,9 @@ from rl_megatron.checkpoint.ref_cache import (
     Fingerprint,
     RefCache,
     RefCacheWriter,
+    agreed_manifest,
     check_fingerprint,
     make_fingerprint,
-    read_manifest,
 )
 from rl_megatron.config.runs import DPORun
 from rl_megatron.data.packing import MicroBatching
@@ -117,7 +117,7 @@ def cached_reference(
     folder = cache_folder(run, fingerprint)
     may_build = run.reference.build_cache
     cache = None
-    if read_manifest(folder) is not None or not may_build:
+    if agreed_manifest(folder, process) is not None or not may_build:
         cache = RefCache.open(folder, fingerprint, process)
     if cache is None or any(cache.missing(chunk) for chunk in chunks()):
         if not may_build:
@@ -126,10 +126,7 @@ def cached_reference(
                 "is false. Run tools/ref_cache.py build with this config, or set it to true."
             )
         cache = _build(folder, fingerprint, run, process, scorer, chunks)
-    _verify_rows(run, cache, scorer, chunks)
-    _tell(cache)
-    scorer.release()
-    return CachedReference(cache)
+    return CachedReference(_checked(run, cache, scorer, chunks))
 
 
 def complete_cache(
@@ -146,12 +143,9 @@ def complete_cache(
     """
     fingerprint = _fingerprint(run, process, scorer)
     folder = cache_folder(run, fingerprint)
-    check_fingerprint(read_manifest(folder), fingerprint, folder)
+    check_fingerprint(agreed_manifest(folder, process), fingerprint, folder)
     cache = _build(folder, fingerprint, run, process, scorer, chunks)
-    _verify_rows(run, cache, scorer, chunks)
-    _tell(cache)
-    scorer.release()
-    return cache
+    return _checked(run, cache, scorer, chunks)
 
 
 def cache_folder(run: DPORun, fingerprint: Fingerprint) -> Path:
@@ -193,6 +187,19 @@ def _build(
         }
     )
     return RefCache.open(folder, fingerprint, process)
+
+
+def _checked(
+    run: DPORun,
+    cache: RefCache,
+    scorer: LazyScorer,
+    chunks: Callable[[], Iterator[PackedBatch]],
+) -> RefCache:
+    """The cache, a few rows of it computed again; the reference is let go of. Collective."""
+    _verify_rows(run, cache, scorer, chunks)
+    _tell(cache)
+    scorer.release()
+    return cache
 
 
 def _verify_rows(

@@ -61,6 +61,46 @@ def train_job(layout, folder, batch, cache):
     return metrics
 
 
+def race_job(cache):
+    """Rank 1 looked before the other job published: what each rank opens."""
+    from rl_megatron.checkpoint.ref_cache import manifest
+
+    process = start("dp2")
+    seen = manifest.read_manifest
+    manifest.read_manifest = seen if process.is_main else lambda folder: None
+    try:
+        return RefCache.open(cache, FINGERPRINT, process).manifest
+    finally:
+        manifest.read_manifest = seen
+
+
+def broken_job(cache, batch):
+    """What each rank hears of a manifest that rank 0 cannot read, and of one it cannot write."""
+    from rl_megatron.checkpoint.ref_cache import writer as writers
+    from rl_megatron.errors import CheckpointError
+
+    process = start("dp2")
+    heard = []
+    try:
+        RefCache.open(cache, FINGERPRINT, process)
+    except CheckpointError as error:
+        heard.append(str(error))
+
+    def full(*_):
+        raise OSError("no space left")
+
+    writer = RefCacheWriter(cache.parent / "full", FINGERPRINT, process)
+    writer.add(batch, torch.zeros(batch.num_tokens))
+    write_manifest, writers.write_manifest = writers.write_manifest, full
+    try:
+        writer.publish({})
+    except CheckpointError as error:
+        heard.append(str(error))
+    finally:
+        writers.write_manifest = write_manifest
+    return heard
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_tiny_hf(tmp_path_factory.mktemp("qwen3"), "qwen3", layers=2, width=0.15)
@@ -141,3 +181,19 @@ def test_all_ranks_stop_where_one_cannot_write(pool, folder, batch, tmp_path):
     said = pool(2).run(full_disk_job, folder, batch, tmp_path / "cache")
     assert said[0] == said[1] and "could not be written" in said[0]
     assert not (tmp_path / "cache" / "manifest.json").exists()
+
+
+def test_a_cache_that_is_published_meanwhile_is_the_same_for_all_ranks(pool, built):
+    cache, _ = built("dp2")
+    seen = pool(2).run(race_job, cache)
+    assert seen[0] is not None and seen[0] == seen[1]
+
+
+def test_what_only_rank_0_meets_stops_all(pool, batch, tmp_path):
+    cache = tmp_path / "broken"
+    cache.mkdir()
+    (cache / "manifest.json").write_text("{")
+    first, second = pool(2).run(broken_job, cache, batch)
+    assert first == second and len(first) == 2
+    assert "manifest.json" in first[0]
+    assert "no space left" in first[1] and "Make room there" in first[1]

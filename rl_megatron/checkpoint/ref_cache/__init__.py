@@ -9,6 +9,7 @@ from rl_megatron.checkpoint.ref_cache.files import clean, verify_files
 from rl_megatron.checkpoint.ref_cache.fingerprint import Fingerprint, make_fingerprint
 from rl_megatron.checkpoint.ref_cache.manifest import (
     Manifest,
+    agreed_manifest,
     check_fingerprint,
     read_manifest,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "Manifest",
     "RefCache",
     "RefCacheWriter",
+    "agreed_manifest",
     "check_fingerprint",
     "clean",
     "verify_files",

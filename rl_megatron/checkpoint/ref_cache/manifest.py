@@ -12,6 +12,7 @@ from rl_megatron.checkpoint.publish import durable_file
 from rl_megatron.checkpoint.ref_cache.fingerprint import Fingerprint
 from rl_megatron.checkpoint.ref_cache.shard import ShardRecord
 from rl_megatron.errors import CheckpointError
+from rl_megatron.parallel.process import Process
 
 MANIFEST_FILE = "manifest.json"
 
@@ -65,6 +66,27 @@ def read_manifest(folder: Path) -> Manifest | None:
             f"{path} is no manifest of a reference cache ({error!r}). Remove the folder; the cache "
             "is then built again."
         ) from error
+
+
+def agreed_manifest(folder: Path, process: Process) -> Manifest | None:
+    """The manifest as rank 0 finds it, on all ranks. Collective.
+
+    Another job may publish between the looks of two ranks, and ranks that see different caches no
+    longer do the same.
+
+    Raises:
+        CheckpointError: As `read_manifest`, on all ranks.
+    """
+    found: Manifest | CheckpointError | None = None
+    if process.is_main:
+        try:
+            found = read_manifest(folder)
+        except CheckpointError as error:
+            found = error
+    found = process.gather(found)[0]
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
 
 
 def check_fingerprint(manifest: Manifest | None, fingerprint: Fingerprint, folder: Path) -> None:

@@ -12,8 +12,8 @@ from rl_megatron.checkpoint.ref_cache.fingerprint import Fingerprint
 from rl_megatron.checkpoint.ref_cache.index import MISSING, open_index
 from rl_megatron.checkpoint.ref_cache.manifest import (
     Manifest,
+    agreed_manifest,
     check_fingerprint,
-    read_manifest,
 )
 from rl_megatron.checkpoint.ref_cache.rows import row_keys
 from rl_megatron.checkpoint.ref_cache.shard import open_shard, verify_shard
@@ -46,7 +46,7 @@ class RefCache:
             CheckpointError: There is none, it holds the log-probs of something else, or a file is
                 damaged; the message says what.
         """
-        manifest = read_manifest(folder)
+        manifest = agreed_manifest(folder, process)
         if manifest is None:
             raise CheckpointError(
                 f"There is no reference cache in {folder}. Build it with tools/ref_cache.py build, "

@@ -29,6 +29,8 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.parallel.process import Process
 
+_MAKE_ROOM = "Make room there, and start again: the shards that are written stay."
+
 logger = logging.getLogger(__name__)
 
 
@@ -76,28 +78,36 @@ class RefCacheWriter:
         """Let everything that has been written count.
 
         Raises:
-            CheckpointError: A shard could not be written, on whichever rank.
+            CheckpointError: A file could not be written, on whichever rank.
         """
         problem = None
         try:
             for job in self._written:
                 job.result()
         except (OSError, SafetensorError) as error:
-            problem = f"A shard could not be written to {self.folder}: {error}. Make room there, "
-            problem += "and start again: the shards that are written stay."
+            problem = f"A shard could not be written to {self.folder}: {error}. {_MAKE_ROOM}"
         self._thread.shutdown()
+        self._stop_together(problem)
+        if self._process.is_main:
+            try:
+                self._write_manifest(about)
+            except (OSError, SafetensorError) as error:
+                problem = f"The manifest of {self.folder} could not be written: {error}. "
+                problem += _MAKE_ROOM
+        self._stop_together(problem)
+
+    def _stop_together(self, problem: str | None) -> None:
+        """Raise on all ranks what any of them has met. Collective."""
         problems = [text for text in self._process.gather(problem) if text is not None]
         if problems:
             raise CheckpointError(problems[0])
-        if self._process.is_main:
-            shards = dict(self._good_shards())
-            records = tuple(shards[path] for path in sorted(shards))
-            opened = [
-                open_shard(self.folder / record.file, self._fingerprint.id) for record in records
-            ]
-            index = write_index(self.folder, opened)
-            write_manifest(self.folder, Manifest(self._fingerprint, records, index, about))
-        self._process.barrier()
+
+    def _write_manifest(self, about: dict[str, Any]) -> None:
+        shards = dict(self._good_shards())
+        records = tuple(shards[path] for path in sorted(shards))
+        opened = [open_shard(self.folder / record.file, self._fingerprint.id) for record in records]
+        index = write_index(self.folder, opened)
+        write_manifest(self.folder, Manifest(self._fingerprint, records, index, about))
 
     def _scan(self) -> set[bytes]:
         """Keys in whole shards, on all ranks."""
