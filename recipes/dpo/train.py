@@ -11,7 +11,7 @@ if __name__ == "__main__":
 from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.losses import dpo_objective
-from rl_megatron.runtime.evaluation import objective_metrics
+from rl_megatron.runtime.evaluation import held_out_metrics
 from rl_megatron.runtime.guards import check_first_dpo_step
 from rl_megatron.runtime.job import Job
 from rl_megatron.runtime.launch import launch
@@ -59,8 +59,7 @@ def train(run: DPORun) -> None:
             if job.is_due(run.train.eval_interval):
                 with job.phase("evaluate"):
                     results = task.evaluate()
-                    if batches.held_out is not None:
-                        results |= objective_metrics(policy, reference, objective, batches.held_out)
+                    results |= held_out_metrics(policy, reference, objective, batches.held_out)
                 job.record_evaluation(step, results)
 
 

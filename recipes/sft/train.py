@@ -10,7 +10,7 @@ if __name__ == "__main__":
 
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.losses import sft_objective
-from rl_megatron.runtime.evaluation import objective_metrics
+from rl_megatron.runtime.evaluation import held_out_metrics
 from rl_megatron.runtime.job import Job
 from rl_megatron.runtime.launch import launch
 from rl_megatron.runtime.learning_rate import learning_rate
@@ -38,11 +38,9 @@ def train(run: SFTRun) -> None:
                 job.save(step, task.policy)
             if job.is_due(run.train.eval_interval):
                 with job.phase("evaluate"):
+                    held_out = task.batches.held_out
                     results = task.evaluate()
-                    if task.batches.held_out is not None:
-                        results |= objective_metrics(
-                            task.policy, None, objective, task.batches.held_out
-                        )
+                    results |= held_out_metrics(task.policy, None, objective, held_out)
                 job.record_evaluation(step, results)
 
 

@@ -90,6 +90,8 @@ def resolved(value: Any) -> Any:
     """`value` as plain YAML data, defaults included and settings without effect left out."""
     if isinstance(value, tuple):
         return [resolved(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: resolved(item) for name, item in value.items()}
     return _resolved_section(value, frozenset()) if isinstance(value, Strict) else value
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from rl_megatron.config.base import Idle, Strict
+from rl_megatron.config.schema import OneOrNamed
 
 Overlong = Literal["error", "drop", "truncate_left", "truncate_right"]
 
@@ -49,8 +50,9 @@ class DataConfig(Strict):
     train: DataSource
     """Rows to train on."""
 
-    eval: DataSource | None = None
-    """Held-out rows."""
+    eval: OneOrNamed[DataSource] | None = None
+    """Held-out rows; or several sets of them, {name: {path: ...}, ...}, names of letters, digits, _
+    and -. Metrics of a set are evaluation/<name>/..."""
 
     overlong: Overlong = "error"
     """What happens to a row that is too long: stop, leave it out and count it, or cut tokens off
@@ -58,6 +60,13 @@ class DataConfig(Strict):
 
     shuffle: bool = True
     """Draw rows in an order that depends on the seed and the epoch; false: in file order."""
+
+    @property
+    def held_out(self) -> Mapping[str, DataSource]:
+        """Sets of held-out rows by name; one that has none is called ""."""
+        if self.eval is None:
+            return {}
+        return {"": self.eval} if isinstance(self.eval, DataSource) else self.eval
 
 
 class ResponseDataConfig(DataConfig):
@@ -69,6 +78,9 @@ class ResponseDataConfig(DataConfig):
 
 class PromptDataConfig(DataConfig):
     """Rows with prompts."""
+
+    eval: DataSource | None = None
+    """Held-out rows."""
 
     max_prompt_length: PositiveInt = 1024
     """Longest prompt in tokens."""

@@ -51,7 +51,7 @@ class EvaluationConfig(Strict):
     """Held-out prompts are answered greedily and the responses scored."""
 
     data: DataSource | None = None
-    """Prompts, and the answers that rewards need; null: `data.eval`."""
+    """Prompts, and the answers that rewards need; null: `data.eval`, if it is one set."""
 
     rewards: RewardList = ()
     """How responses are scored. Empty: by the rewards of the run, which only GRPO has."""
@@ -102,7 +102,8 @@ class RunBase(Strict):
     @property
     def evaluation_data(self) -> DataSource | None:
         """Prompts of the evaluation."""
-        return (self.evaluation and self.evaluation.data) or self.data.eval
+        only = self.data.held_out.get("")
+        return (self.evaluation and self.evaluation.data) or only
 
     @property
     def evaluation_rewards(self) -> tuple[RewardConfig, ...]:
@@ -159,12 +160,13 @@ class RunBase(Strict):
 
     def _evaluation_problems(self, evaluation: EvaluationConfig) -> Iterator[Problem]:
         if self.evaluation_data is None:
-            yield Problem(
-                "evaluation.data",
-                None,
-                "there are no held-out rows; set evaluation.data.path or data.eval.path",
-                others=("data.eval",),
-            )
+            text = "there are no held-out rows; set evaluation.data.path or data.eval.path"
+            if self.data.held_out:
+                text = (
+                    "data.eval has several sets; say whose prompts are answered by "
+                    "evaluation.data.path"
+                )
+            yield Problem("evaluation.data", None, text, others=("data.eval",))
         if not self.evaluation_rewards:
             yield Problem(
                 "evaluation.rewards",

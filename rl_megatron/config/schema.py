@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from pydantic import Discriminator, Field, Tag
 from pydantic.fields import FieldInfo
 
 from rl_megatron.config.base import Strict
 
 _TYPE_NAMES = {int: "int", float: "number", bool: "true | false", str: "text"}
+# Which of its two forms a setting has, in pydantic's locations.
+_ONE, _NAMED = "one", "named"
+# How pydantic says that it is the name itself that is wrong.
+_NAME_ITSELF = "[key]"
+
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def _form(value: Any) -> str:
+    """Several sections are all there is by name; a section by itself has plain settings, too."""
+    items = value.values() if isinstance(value, Mapping) else ()
+    several = bool(items) and all(isinstance(item, Mapping | Strict) for item in items)
+    return _NAMED if several else _ONE
+
+
+Section = TypeVar("Section", bound=Strict)
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+OneOrNamed = Annotated[
+    Annotated[Section, Tag(_ONE)] | Annotated[Mapping[Name, Section], Tag(_NAMED)],
+    Discriminator(_form),
+]
+"""A section, or several by name."""
 
 
 def bare(annotation: Any) -> Any:
@@ -20,16 +43,22 @@ def bare(annotation: Any) -> Any:
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, None left out; of anything else, itself."""
+    """The members of a union and of unions in it, None left out; of anything else, itself."""
     annotation = bare(annotation)
     if _is_union(annotation):
-        return tuple(bare(a) for a in get_args(annotation) if a is not types.NoneType)
+        members = (a for a in get_args(annotation) if a is not types.NoneType)
+        return tuple(member for a in members for member in alternatives(a))
     return (annotation,)
 
 
 def sections(annotation: Any) -> list[type[Strict]]:
     """The section that a field holds, or the variants of it; empty for a plain value."""
     return [a for a in alternatives(annotation) if isinstance(a, type) and issubclass(a, Strict)]
+
+
+def by_name(annotation: Any) -> Any:
+    """The mapping among the members of an annotation, or None."""
+    return next((a for a in alternatives(annotation) if get_origin(a) is Mapping), None)
 
 
 def item(annotation: Any) -> Any:
@@ -65,17 +94,25 @@ def locate(
 ) -> tuple[str, type[Strict], FieldInfo | None]:
     """Where a pydantic error is: dotted key, section and field (None: the section has no such key).
 
-    Pydantic's location names the variant of a section too, which a dotted key does not.
+    Pydantic's location names the variant or form of a section too, which a dotted key does not.
     """
     key: list[str] = []
     annotation: Any = run
     section: type[Strict] = run
     field: FieldInfo | None = None
     for part in loc:
-        found = sections(annotation)
+        found, several = sections(annotation), by_name(annotation)
+        if part == _NAME_ITSELF:
+            key.pop()
+            break
         if isinstance(part, int):
             key.append(str(part))
             annotation = item(annotation)
+        elif several is not None and found:
+            annotation = found[0] if part == _ONE else several
+        elif several is not None:
+            key.append(part)
+            annotation = get_args(several)[1]
         elif len(found) > 1:
             annotation = next(s for s in found if (variant(s) or ("", ""))[1] == part)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,20 +51,40 @@ class Evaluation:
         return means
 
 
+def held_out_metrics(
+    policy: PolicyBackend,
+    reference: Scorer | None,
+    objective: Objective,
+    held_out: Mapping[str, PackedBatch],
+) -> dict[str, float]:
+    """The objective's metrics on each set of held-out rows, as `evaluation/<set>/<metric>`, or
+    `evaluation/<metric>` where a set has no name; nothing is updated.
+
+    Args:
+        policy: The model at work.
+        reference: What it is compared with, where the objective does.
+        objective: Loss and metrics.
+        held_out: All rows of each set, by its name.
+    """
+    return {
+        in_evaluation(name, metric): value
+        for name, batch in held_out.items()
+        for metric, value in objective_metrics(policy, reference, objective, batch).items()
+    }
+
+
+def in_evaluation(name: str, metric: str) -> str:
+    """What a metric is called on the set `name` of held-out rows."""
+    return f"evaluation/{name}/{metric}" if name else f"evaluation/{metric}"
+
+
 def objective_metrics(
     policy: PolicyBackend,
     reference: Scorer | None,
     objective: Objective,
     batch: PackedBatch,
 ) -> dict[str, float]:
-    """The objective's metrics on held-out rows, as `evaluation/<metric>`; nothing is updated.
-
-    Args:
-        policy: The model at work.
-        reference: What it is compared with, where the objective does.
-        objective: Loss and metrics.
-        batch: All held-out rows.
-    """
+    """The objective's metrics on all rows of `batch`; see `held_out_metrics`."""
     if reference is not None:
         batch = batch.with_fields(ref_logprobs=reference.logprobs(batch))
     batch = objective.weigh(batch)
@@ -74,4 +94,4 @@ def objective_metrics(
     # The entropy is not known from log-probs of the rows' own tokens.
     known = {name: v for name, v in result.metrics.items() if name != names.POLICY_ENTROPY}
     metrics = {names.LOSS_TOTAL: result.loss, **known}
-    return {f"evaluation/{name}": float(value) for name, value in metrics.items()}
+    return {name: float(value) for name, value in metrics.items()}

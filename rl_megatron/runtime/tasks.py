@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -55,13 +55,13 @@ class Batches:
     Attributes:
         num_steps: Steps of the run.
         take: The batch of step n, counted from 1.
-        held_out: All held-out rows, or None.
+        held_out: All held-out rows of each set, by name; one that has none is called "".
         everything: All rows, held-out ones too, in parts of moderate size.
     """
 
     num_steps: int
     take: Callable[[int], PackedBatch]
-    held_out: PackedBatch | None
+    held_out: Mapping[str, PackedBatch]
     everything: Callable[[], Iterator[PackedBatch]]
 
 
@@ -189,18 +189,21 @@ def _batches(
     if num_steps is None:
         assert run.train.num_epochs is not None
         num_steps = math.ceil(len(rows) * run.train.num_epochs / size)
-    held_out = [] if run.data.eval is None else load(run.data.eval, "data.eval")
+    held_out = {
+        name: load(source, f"data.eval.{name}".rstrip("."))
+        for name, source in run.data.held_out.items()
+    }
     part = _ROWS_PER_RANK * process.layout.data
 
     def everything() -> Iterator[PackedBatch]:
-        for some in (rows, held_out):
+        for some in (rows, *held_out.values()):
             for start in range(0, len(some), part):
                 yield pack(some[start : start + part])
 
     return Batches(
         num_steps=num_steps,
         take=lambda step: pack([rows[i] for i in sampler.take((step - 1) * size, size)]),
-        held_out=pack(held_out) if held_out else None,
+        held_out={name: pack(some) for name, some in held_out.items()},
         everything=everything,
     )
 

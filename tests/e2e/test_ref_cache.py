@@ -57,7 +57,13 @@ def assert_same_contents(cache, expected):
 def test_a_run_starts_from_what_was_built(task, runs, whole):
     words = (f"reference.cache={whole}", "reference.build_cache=false", "train.num_steps=1")
     before = {path: path.stat().st_mtime_ns for path in whole.iterdir()}
-    run = run_recipe("dpo", task, runs / "prebuilt", *words, "loss.beta=0.7", "seed=9")
+    # The held-out rows of the cache, by another name and twice: no row is missing.
+    rows = f"{{path: {task / 'heldout_preferences.jsonl'}}}"
+    words += ("loss.beta=0.7", "seed=9", f"data.eval={{easy: {rows}, hard: {rows}}}")
+    run = run_recipe("dpo", task, runs / "prebuilt", *words)
+    last = run.rows[-1]
+    for metric in ("loss/dpo", "rewards/accuracies", "rewards/margins"):
+        assert last[f"evaluation/easy/{metric}"] == last[f"evaluation/hard/{metric}"]
     assert f"from {whole}: no reference is held" in run.log
     assert "reference log-probs 1/" not in run.log
     assert {path: path.stat().st_mtime_ns for path in whole.iterdir()} == before

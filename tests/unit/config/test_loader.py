@@ -244,6 +244,11 @@ def test_one_parent_only(tmp_path, load):
 
 ROUND_TRIPS = {
     "sft": (SFTRun, SFT, {"name": "1e-6", "evaluation": None}),
+    "sft with several held-out sets": (
+        SFTRun,
+        SFT,
+        {"data__eval": {"easy": {"path": "e.jsonl"}, "2-hard": {"path": "o/h", "split": "test"}}},
+    ),
     "grpo": (GRPORun, GRPO, {}),
     "grpo with everything": (
         GRPORun,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl_megatron.config import DPORun, SFTRun
-from tests.helpers.minimal_runs import DPO, SFT, complaint
+from rl_megatron.config import DPORun, SFTRun, build_run
+from tests.helpers.minimal_runs import DPO, SFT, complaint, with_settings
 
 STEP_COMPLAINTS = {
     "no length": (
@@ -114,4 +114,67 @@ def test_dpo_10_an_option_that_a_loss_ignores_is_refused(case):
 def test_dpo_label_smoothing_stays_below_a_half():
     assert complaint(DPORun, DPO, loss__label_smoothing=0.5) == (
         "loss.label_smoothing = 0.5: must be below 0.5; without this key it is 0.0"
+    )
+
+
+def test_held_out_rows_are_one_set_or_several_by_name():
+    none, one = build_run(SFTRun, SFT), with_settings(SFT, data__eval={"path": "e.jsonl"})
+    assert none.data.held_out == {}
+    assert {name: s.path for name, s in build_run(SFTRun, one).data.held_out.items()} == {
+        "": "e.jsonl"
+    }
+    sets = {"easy": {"path": "e.jsonl"}, "hard": {"path": "h.jsonl", "prompt_key": "question"}}
+    several = build_run(SFTRun, with_settings(SFT, data__eval=sets)).data.held_out
+    assert list(several) == ["easy", "hard"]
+    assert several["hard"].path == "h.jsonl" and several["hard"].prompt_key == "question"
+
+
+HELD_OUT_COMPLAINTS = {
+    "a key that no source has": (
+        {"easy": {"path": "e.jsonl", "promt_key": "q"}},
+        "data.eval.easy.promt_key = 'q': unknown key; did you mean 'prompt_key'?",
+    ),
+    "no path": (
+        {"easy": {"prompt_key": "q"}},
+        "data.eval.easy.path: is required; set it: A .jsonl file, a folder, or a name on the "
+        "Hugging Face hub.",
+    ),
+    "what has no effect in one of them": (
+        {"easy": {"path": "e.jsonl", "split": "test"}},
+        "data.eval.easy.split = 'test': has no effect: a .jsonl file has no splits; remove this "
+        "key",
+    ),
+    "a name that no metric could have": (
+        {"so hard": {"path": "e.jsonl"}},
+        "data.eval = 'so hard': has the wrong form: Held-out rows; or several sets of "
+        "them, {name: {path: ...}, ...}, names of letters, digits, _ and -. Metrics of a set are "
+        "evaluation/<name>/...",
+    ),
+    "a set among the settings of one": (
+        {"path": "e.jsonl", "hard": {"path": "h.jsonl"}},
+        'data.eval.hard = {"path": "h.jsonl"}: unknown key; known here: path, split, prompt_key, '
+        "response_key, chosen_key, rejected_key, answer_key",
+    ),
+    "not a section": (
+        "e.jsonl",
+        "data.eval = 'e.jsonl': must be a section, with settings such as path, split, prompt_key, "
+        "response_key",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HELD_OUT_COMPLAINTS)
+def test_held_out_sets_that_are_wrong(case):
+    held_out, text = HELD_OUT_COMPLAINTS[case]
+    assert complaint(SFTRun, SFT, data__eval=held_out) == text
+
+
+def test_of_several_sets_the_one_whose_prompts_are_answered_is_named():
+    settings = {
+        "data__eval": {"easy": {"path": "e.jsonl"}},
+        "evaluation": {"rewards": [{"name": "answer_tag"}]},
+    }
+    assert complaint(SFTRun, SFT, **settings) == (
+        "evaluation.data = null: data.eval has several sets; say whose prompts are answered by "
+        "evaluation.data.path"
     )

@@ -8,7 +8,7 @@ from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
 from rl_megatron.losses import dpo_objective, sft_objective
 from rl_megatron.parallel.layout import Layout
 from rl_megatron.parallel.process import Process
-from rl_megatron.runtime.evaluation import Evaluation, objective_metrics
+from rl_megatron.runtime.evaluation import Evaluation, held_out_metrics
 from rl_megatron.runtime.score import NamedReward
 from tests.helpers.packed import packed
 
@@ -68,16 +68,34 @@ def test_unscored_answers_are_left_out_of_the_mean():
 
 def test_held_out_rows_of_sft():
     batch = packed([[0, 1, 1], [0, 1]])
-    metrics = objective_metrics(Model(9.0, -1.0, -2.0, 9.0, -6.0), None, sft_objective(), batch)
+    policy = Model(9.0, -1.0, -2.0, 9.0, -6.0)
+    metrics = held_out_metrics(policy, None, sft_objective(), {"": batch})
     # Entropy cannot be known from log-probs.
     expected = {"evaluation/loss/total": 3.0, "evaluation/loss/nll": 3.0}
     assert metrics == pytest.approx(expected, rel=1e-6)
 
 
+def test_each_set_of_held_out_rows_by_its_name():
+    policy = Model(9.0, -1.0, -2.0, 9.0, -6.0)
+    # The same log-probs under masks that leave out the last and the first sequence.
+    easy, hard = packed([[0, 1, 1], [0, 0]]), packed([[0, 0, 0], [0, 1]])
+    metrics = held_out_metrics(policy, None, sft_objective(), {"easy": easy, "hard": hard})
+    assert metrics == pytest.approx(
+        {
+            "evaluation/easy/loss/total": 1.5,
+            "evaluation/easy/loss/nll": 1.5,
+            "evaluation/hard/loss/total": 6.0,
+            "evaluation/hard/loss/nll": 6.0,
+        },
+        rel=1e-6,
+    )
+    assert held_out_metrics(policy, None, sft_objective(), {}) == {}
+
+
 def test_held_out_pairs_of_dpo():
     batch = packed([[0, 1, 1], [0, 1]], paired=True)
     policy, reference = Model(0.0, -1.0, -2.0, 0.0, -4.0), Model(0.0, -2.0, -2.0, 0.0, -3.0)
-    metrics = objective_metrics(policy, reference, dpo_objective(beta=0.5), batch)
+    metrics = held_out_metrics(policy, reference, dpo_objective(beta=0.5), {"": batch})
     loss = math.log1p(math.exp(-1.0))
     assert metrics == pytest.approx(
         {

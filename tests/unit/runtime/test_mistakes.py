@@ -142,6 +142,12 @@ def test_held_out_rows_without_the_answer(task):
         build_sft(sft(task, evaluation=evaluation, data__eval=held_out), ALONE)
 
 
+def test_a_held_out_set_that_is_not_there_is_named(task):
+    held_out = {"easy": {"path": str(task / "sft.jsonl")}, "hard": {"path": "no.jsonl"}}
+    with pytest.raises(DataError, match=r"^data.eval.hard.path: no.jsonl cannot be read"):
+        build_sft(sft(task, data__eval=held_out), ALONE)
+
+
 def test_a_reward_that_asks_for_no_answer_needs_none(task):
     rewards = [{"name": "length", "max_tokens": 3}]
     settings = {"rollout__prompts_per_batch": 2, "rollout__max_response_tokens": 4}
