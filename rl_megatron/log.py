@@ -17,6 +17,7 @@ from rich.logging import RichHandler
 
 # Loggers whose INFO lines are for the reader of a terminal. A recipe that is run is __main__.
 _OURS = ("rl_megatron", "recipes", "tools", "__main__")
+_FILE_HANDLER = "rl_megatron.file"
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -58,8 +59,16 @@ def log_to_run_folder(run_folder: Path, attempt: int, rank: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FILE_FORMAT))
-    _install(handler, "rl_megatron.file")
+    _install(handler, _FILE_HANDLER)
     return path
+
+
+def attempt_folder() -> Path | None:
+    """Where the log files of this attempt are; None before `log_to_run_folder`."""
+    for handler in logging.getLogger().handlers:
+        if handler.name == _FILE_HANDLER and isinstance(handler, logging.FileHandler):
+            return Path(handler.baseFilename).parent
+    return None
 
 
 def next_attempt(run_folder: Path) -> int:

@@ -32,9 +32,10 @@ def train(run: DPORun) -> None:
         policy, reference, batches = task.policy, task.reference, task.batches
         objective = dpo_objective(**run.loss.model_dump(), implementation=run.kernels.losses)
         num_steps = batches.num_steps
+        job.resume(policy, data=batches.cursor, drift=task.drift)
 
         for step in job.rounds(num_steps):
-            batch = batches.take(step)
+            batch = batches.next()
             if reference is not None:
                 with job.phase("ref_logprobs") as span:
                     batch = batch.with_fields(ref_logprobs=reference.logprobs(batch))
@@ -47,15 +48,13 @@ def train(run: DPORun) -> None:
                 check_first_dpo_step(run, metrics)
             job.record(step, metrics)
 
-            stop = False
             if task.drift is not None and job.is_due(run.drift.kl_snapshot_interval):
                 with job.phase("kl_snapshot"):
                     results, stop = task.drift.measure(step)
                 job.record_evaluation(step, results)
-            if stop or job.is_due(run.train.save_interval):
-                job.save(step, policy)
-            if stop:
-                raise NumericsError(f"drift.stop_on_growth: the run ends after step {step}")
+                if stop:
+                    job.save()
+                    raise NumericsError(f"drift.stop_on_growth: the run ends after step {step}")
             if job.is_due(run.train.eval_interval):
                 with job.phase("evaluate"):
                     results = task.evaluate()

@@ -46,7 +46,7 @@ def train(run: GRPORun) -> None:
             implementation=run.kernels.losses,
         )
         kl_in_reward = KLInReward(algorithm)
-        step = 0
+        step = job.resume(policy, prompts=task.prompts, kl_in_reward=kl_in_reward)
 
         for number in job.rounds(run.train.num_rollout_batches):
             task.sync.push(policy_version=step)
@@ -99,13 +99,6 @@ def train(run: GRPORun) -> None:
             metrics |= sampled.metrics | masked | mismatch | importance | kl_metrics
             job.record(step, metrics)
 
-            if job.is_due(run.train.save_interval):
-                job.save(
-                    step,
-                    policy,
-                    kl_in_reward=kl_in_reward.state_dict(),
-                    prompts=task.groups.state_dict(),
-                )
             if job.is_due(run.train.eval_interval):
                 with job.phase("evaluate"):
                     results = task.evaluate()

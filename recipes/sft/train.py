@@ -25,17 +25,16 @@ def train(run: SFTRun) -> None:
         task = build_sft(run, job.process)
         objective = sft_objective()
         num_steps = task.batches.num_steps
+        job.resume(task.policy, data=task.batches.cursor)
 
         for step in job.rounds(num_steps):
-            batch = task.batches.take(step)
+            batch = task.batches.next()
             with job.phase("update") as span:
                 rate = learning_rate(run.optimizer, step, num_steps)
                 metrics = task.policy.train_step(batch, objective, rate)
                 span.tokens = batch.num_tokens
             job.record(step, metrics)
 
-            if job.is_due(run.train.save_interval):
-                job.save(step, task.policy)
             if job.is_due(run.train.eval_interval):
                 with job.phase("evaluate"):
                     held_out = task.batches.held_out

@@ -12,6 +12,7 @@ from rl_megatron.checkpoint.hf_files import EMBEDDING, HEAD, HFWeights
 from rl_megatron.checkpoint.naming import Placement, place
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.weights import Read, WeightRule
+from rl_megatron.parallel import watchdog
 from rl_megatron.parallel.process import Process
 
 Track = Callable[[Sequence[Placement]], Iterable[Placement]]
@@ -43,6 +44,7 @@ def load_hf_weights(
         _check_names(weights, rules)
         _check_shapes(weights, rules)
         for placement in track(placements):
+            watchdog.beat()
             _fill(placement, weights, process)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,22 +14,86 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_megatron.checkpoint.naming import unwrap
+from rl_megatron.checkpoint.writer_results import results_queue
 from rl_megatron.errors import CheckpointError
 
-# The optimizer's state in the shape of its parameters: slower to write than buckets, but it can be
-# read under another layout.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_SHARDING = "distrib_optim_sharding_type"
+# The optimizer's state in the shape of its parameters, readable under any layout; or in that of its
+# buckets, which is faster to write and to read.
+_RESHARDABLE, _SAME_LAYOUT = "fully_reshardable", "dp_reshardable"
 _COPY_TENSORS = "_set_main_param_and_optimizer_states"
 
 
-def save_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = None) -> None:
-    """Write weights, and the optimizer's state if there is one, into an empty folder. Collective.
+class MegatronSave:
+    """A save that is under way; see `PendingSave`."""
 
-    Megatron writes from spawned processes: the entry script needs `if __name__ == "__main__":`.
+    def __init__(self, folder: Path, request: Any, background: bool) -> None:
+        from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
+
+        self._folder = folder
+        self._request = request.freeze()
+        self._caller = TemporalAsyncCaller() if background else None
+        if self._caller is not None:
+            self._caller.schedule_async_call(self._request)
+
+    def is_done(self) -> bool:
+        """Whether this rank has nothing more to write."""
+        process = None if self._caller is None else self._caller.process
+        return process is None or not process.is_alive()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written, and write what makes it a checkpoint. Collective.
+
+        Raises:
+            CheckpointError: A rank could not write.
+        """
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        try:
+            if self._caller is None:
+                self._request.execute_sync()
+                return
+            self._caller.close()
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except (CheckpointingException, CheckpointException, OSError) as error:
+            raise CheckpointError(f"{self._folder} cannot be written: {_reason(error)}") from error
+
+
+def save_megatron(
+    folder: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: Any = None,
+    *,
+    reshardable: bool = True,
+    background: bool = False,
+) -> MegatronSave:
+    """Begin to write weights, and the optimizer's state if there is one, into an empty folder.
+
+    Collective. What is written is the state of now: in the background a fork of this process
+    writes, which keeps the tensors as they are.
+
+    Args:
+        folder: Where to.
+        chunks: This rank's part of the model.
+        optimizer: Megatron's optimizer.
+        reshardable: Write the optimizer's state so that it can be read under any layout.
+        background: Return at once; nothing is on disk before `finish`.
     """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    dist_checkpointing.save(_state(chunks, optimizer, is_loading=False), str(folder))
+    filesystem_async._results_queue = results_queue()
+    metadata = {_SHARDING: _RESHARDABLE if reshardable else _SAME_LAYOUT}
+    arguments: dict[str, Any] = {"content_metadata": metadata, "async_sharded_save": True}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+        arguments["async_strategy"] = "mcore"
+    state = _state(chunks, optimizer, metadata, is_loading=False)
+    request = dist_checkpointing.save(state, str(folder), **arguments)
+    save = MegatronSave(folder, request, background)
+    if not background:
+        save.finish()
+    return save
 
 
 def load_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = None) -> None:
@@ -41,8 +106,9 @@ def load_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = No
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    template = _state(chunks, optimizer, is_loading=True)
     try:
+        metadata = dist_checkpointing.load_content_metadata(str(folder))
+        template = _state(chunks, optimizer, metadata or {_SHARDING: _RESHARDABLE}, is_loading=True)
         with warnings.catch_warnings():
             # Megatron's own business with torch.distributed.checkpoint.
             warnings.simplefilter("ignore", FutureWarning)
@@ -73,14 +139,16 @@ def _named(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         yield ("model" if len(chunks) == 1 else f"model{index}"), unwrap(chunk)
 
 
-def _state(chunks: Sequence[nn.Module], optimizer: Any, is_loading: bool) -> dict[str, Any]:
+def _state(
+    chunks: Sequence[nn.Module], optimizer: Any, metadata: dict[str, Any], is_loading: bool
+) -> dict[str, Any]:
     state: dict[str, Any] = {
-        key: chunk.sharded_state_dict(metadata=dict(_METADATA)) for key, chunk in _named(chunks)
+        key: chunk.sharded_state_dict(metadata=dict(metadata)) for key, chunk in _named(chunks)
     }
     if optimizer is not None:
         _fill_adam_state(optimizer)
         state["optimizer"] = optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=dict(_METADATA)
+            state, is_loading=is_loading, metadata=dict(metadata)
         )
     return state
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +27,9 @@ def read_pointer(root: Path) -> int | None:
     Raises:
         CheckpointError: The pointer is empty, not a number, or names a folder that is not there.
     """
-    path = root / POINTER_FILE
-    if not path.exists():
+    path, text = root / POINTER_FILE, _pointer_text(root)
+    if text is None:
         return None
-    text = path.read_text(encoding="utf-8").strip()
     if not text.isdigit():
         raise CheckpointError(
             f"{path} holds {text!r}, not a number. Write the number of a complete iter_ folder "
@@ -55,60 +56,132 @@ def durable_file(path: Path) -> Iterator[Path]:
     _fsync(path.parent)
 
 
-@contextmanager
-def new_folder(folder: Path, process: Process, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into (`<name>.tmp`) that becomes `folder`, whole, on leaving. Collective.
+class NewFolder:
+    """A folder that is written aside, as `<name>.<attempt>.tmp`, and then published whole.
 
-    Leftovers of a killed attempt are removed first. After an exception nothing is renamed.
+    Every method is called by all ranks together. The name aside is new each time: what a killed
+    process still writes never lands in the folder of its successor.
 
     Args:
-        folder: The final folder.
+        folder: The final folder. Leftovers of earlier attempts at it are removed.
         process: This rank.
         replace: Whether an existing `folder` may be removed.
+
+    Attributes:
+        aside: Where to write; it exists and is empty.
 
     Raises:
         CheckpointError: `folder` exists and may not be replaced.
     """
-    if folder.exists() and not replace:
-        raise CheckpointError(f"{folder} exists already. Remove it, or name another output folder.")
-    aside = folder.with_name(folder.name + ".tmp")
-    process.barrier()
-    if process.is_main:
-        shutil.rmtree(aside, ignore_errors=True)
+
+    def __init__(self, folder: Path, process: Process, *, replace: bool = False) -> None:
+        if folder.exists() and not replace:
+            raise CheckpointError(
+                f"{folder} exists already. Remove it, or name another output folder."
+            )
+        self._folder = folder
+        self._process = process
+        self.aside = folder.with_name(process.from_main(lambda: self._make_aside().name))
+
+    def publish(self) -> None:
+        """Make the folder durable, and give it its name."""
+        self._process.barrier()
+        if self._process.is_main:
+            _fsync_tree(self.aside)
+            if self._folder.exists():
+                shutil.rmtree(self._folder)
+            self.aside.rename(self._folder)
+            _fsync(self._folder.parent)
+        self._process.barrier()
+
+    def _make_aside(self) -> Path:
+        name = self._folder.name
+        for leftover in self._folder.parent.glob(f"{name}*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        aside = self._folder.with_name(f"{name}.{os.getpid()}-{time.time_ns()}.tmp")
         aside.mkdir(parents=True)
-    process.barrier()
-    yield aside
-    process.barrier()
-    if process.is_main:
-        _fsync_tree(aside)
-        if folder.exists():
-            shutil.rmtree(folder)
-        aside.rename(folder)
-        _fsync(folder.parent)
-    process.barrier()
+        return aside
 
 
-@contextmanager
-def new_checkpoint(root: Path, iteration: int, process: Process) -> Iterator[Path]:
-    """An empty folder to write a checkpoint into; on leaving it is the latest one. Collective.
+class NewCheckpoint:
+    """A checkpoint that is written aside; once it is published it is the latest one. Collective.
 
     The pointer is written last, so that a checkpoint counts only once all of it is durable. A
     folder of the same name that the pointer does not name is what a killed run left: replaced.
 
+    Args:
+        root: `checkpoints/` of a run.
+        iteration: Its number.
+        process: This rank.
+
     Raises:
         CheckpointError: This iteration is already the latest checkpoint.
     """
-    stale = read_pointer(root) != iteration
-    with new_folder(iteration_folder(root, iteration), process, replace=stale) as folder:
-        yield folder
-    if process.is_main:
-        _write_pointer(root, iteration)
-    process.barrier()
+
+    def __init__(self, root: Path, iteration: int, process: Process) -> None:
+        stale = _pointer_text(root) != str(iteration)
+        self._root = root
+        self._iteration = iteration
+        self._process = process
+        self._folder = NewFolder(iteration_folder(root, iteration), process, replace=stale)
+        self.aside = self._folder.aside
+
+    def publish(self, keep_last: int | None = None) -> None:
+        """Make it the latest one; then delete all but the last `keep_last`, if that is given."""
+        self._folder.publish()
+        if self._process.is_main:
+            write_pointer(self._root, self._iteration)
+            if keep_last is not None:
+                _delete_old(self._root, self._iteration, keep_last)
+        self._process.barrier()
 
 
-def _write_pointer(root: Path, iteration: int) -> None:
+@contextmanager
+def new_folder(folder: Path, process: Process, *, replace: bool = False) -> Iterator[Path]:
+    """A folder to write into that becomes `folder`, whole, on leaving; see `NewFolder`.
+
+    After an exception nothing is renamed.
+    """
+    new = NewFolder(folder, process, replace=replace)
+    yield new.aside
+    new.publish()
+
+
+@contextmanager
+def new_checkpoint(root: Path, iteration: int, process: Process) -> Iterator[Path]:
+    """An empty folder to write a checkpoint into; on leaving it is the latest one; see
+    `NewCheckpoint`."""
+    new = NewCheckpoint(root, iteration, process)
+    yield new.aside
+    new.publish()
+
+
+def saved_iterations(root: Path) -> list[int]:
+    """Numbers of the checkpoints that have their name, and so are whole; the last one last."""
+    names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in root.glob("iter_*"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def write_pointer(root: Path, iteration: int) -> None:
+    """Say that `iteration` is the latest checkpoint; by one process."""
     with durable_file(root / POINTER_FILE) as aside:
         aside.write_text(f"{iteration}\n", encoding="utf-8")
+
+
+def _delete_old(root: Path, latest: int, keep_last: int) -> None:
+    """What a deletion leaves that is cut short has no name of a checkpoint any more."""
+    old = [iteration for iteration in saved_iterations(root) if iteration <= latest][:-keep_last]
+    for iteration in old:
+        folder = iteration_folder(root, iteration)
+        doomed = folder.with_name(f"{folder.name}.deleted.tmp")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _pointer_text(root: Path) -> str | None:
+    path = root / POINTER_FILE
+    return path.read_text(encoding="utf-8").strip() if path.exists() else None
 
 
 def _fsync_tree(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from rl_megatron.config.base import Idle, Problem, Strict
 
@@ -17,6 +17,9 @@ class ClusterConfig(Strict):
 
     gpus_per_node: PositiveInt | None = None
     """Ranks on each node; null: as many as are launched."""
+
+    timeout_minutes: PositiveFloat = 30.0
+    """A rank that has not come further for this long ends the job, and says where it stands."""
 
     @property
     def world_size(self) -> int | None:

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rl_megatron.config.algorithm import AlgorithmConfig
 from rl_megatron.config.base import Idle, Problem, Strict
+from rl_megatron.config.checkpoint import CheckpointConfig
 from rl_megatron.config.data import DataConfig, DataSource, PromptDataConfig, ResponseDataConfig
 from rl_megatron.config.drift import DriftConfig
 from rl_megatron.config.kernels import KernelConfig
@@ -93,6 +94,8 @@ class RunBase(Strict):
     optimizer: OptimizerConfig = OptimizerConfig()
 
     kernels: KernelConfig = KernelConfig()
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     logging: LoggingConfig = LoggingConfig()
 

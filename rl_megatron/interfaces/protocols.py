@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxtyping import Float
 from torch import Tensor
@@ -30,6 +30,33 @@ class Scorer(Protocol):
         ...
 
 
+class PendingSave(Protocol):
+    """A save that has begun."""
+
+    def is_done(self) -> bool:
+        """Whether this rank has nothing more to write; not collective."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all ranks have written all, and make it readable. Called by all together.
+
+        Raises CheckpointError where a rank could not write.
+        """
+        ...
+
+
+class Stateful(Protocol):
+    """A part of a run that moves on with it, and goes on from where it was after a stop."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it needs to go on; plain JSON."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Undo `state_dict`."""
+        ...
+
+
 class PolicyBackend(Protocol):
     """How a model is held, scored and stepped. Every method is called by all ranks together."""
 
@@ -50,8 +77,14 @@ class PolicyBackend(Protocol):
         """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state into `folder`, which exists and is empty."""
+    def save(
+        self, folder: Path, *, reshardable: bool = True, background: bool = False
+    ) -> PendingSave:
+        """Write weights and optimizer state, as they are now, into `folder`, which is empty.
+
+        `reshardable`: so that they can be read under any layout. `background`: return while it is
+        still being written, where the backend can.
+        """
         ...
 
     def load(self, folder: Path) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from rl_megatron.parallel import cpu_runtime
+from rl_megatron.errors import RLMegatronError
+from rl_megatron.parallel import cpu_runtime, watchdog
 from rl_megatron.parallel.layout import Layout
 
 T = TypeVar("T")
@@ -86,6 +88,7 @@ class Process:
 
     def all_reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `value` in place over all ranks, on this rank's device; returned on the host."""
+        watchdog.beat()
         if self.layout.world_size == 1:
             return value
         moved = value.to(self.device)
@@ -105,16 +108,36 @@ class Process:
 
     def gather(self, value: T) -> list[T]:
         """What every rank gives, by rank, on all ranks; any picklable object."""
+        watchdog.beat()
         if self.layout.world_size == 1:
             return [value]
         values: list[T] = [value] * self.layout.world_size
         dist.all_gather_object(values, value)
         return values
 
+    def from_main(self, ask: Callable[[], T]) -> T:
+        """What `ask` gives on the main rank, on all ranks; elsewhere it is not called.
+
+        What is on disk may change between the looks of two ranks, so one looks and tells. An error
+        of ours is raised on all ranks.
+        """
+        answer: T | None = None
+        error: RLMegatronError | None = None
+        if self.is_main:
+            try:
+                answer = ask()
+            except RLMegatronError as raised:
+                error = raised
+        told, failed = self.gather((answer, error))[0]
+        if failed is not None:
+            raise failed
+        return cast(T, told)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.layout.world_size > 1:
             dist.barrier()
+        watchdog.beat()
 
 
 def pick_device() -> torch.device:
@@ -175,7 +198,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
-        distributed_timeout_minutes=int(timeout_minutes),
+        distributed_timeout_minutes=timeout_minutes,
     )
     model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
 from rl_megatron.models.transformers_model import set_weights
+from rl_megatron.parallel import watchdog
 from rl_megatron.parallel.process import Process
 from rl_megatron.rollout.requests import Request, make_requests, to_rollout
 from rl_megatron.rollout.sampling import sample
@@ -77,6 +78,7 @@ class HFEngine:
         active = wave
         mask, hidden = self._read_prompts(wave, cache)
         while True:
+            watchdog.beat()
             tokens = _next_tokens(hidden @ head.t(), active, sampling)
             running = [i for i, request in enumerate(active) if request.finished is None]
             if not running:

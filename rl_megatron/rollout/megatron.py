@@ -23,6 +23,7 @@ from rl_megatron.models.sequence import (
     packed_context,
     prefill_context,
 )
+from rl_megatron.parallel import watchdog
 from rl_megatron.parallel.inference import inference_mode
 from rl_megatron.parallel.process import Process
 from rl_megatron.rollout.requests import Request, make_requests, to_rollout
@@ -129,6 +130,7 @@ class MegatronEngine:
         cache.keep(rows)
         hidden = None if hidden is None else hidden[rows.to(hidden.device)]
         while True:
+            watchdog.beat()
             tokens = self._next_tokens(hidden, head, active, sampling)
             running = [i for i, request in enumerate(active) if request.finished is None]
             if not self._process.expert_maximum(len(running)):

@@ -12,6 +12,7 @@ import torch
 
 from rl_megatron.checkpoint.folders import ModelFolder, resolve_model_folder
 from rl_megatron.checkpoint.hf_files import read_records
+from rl_megatron.checkpoint.writer_results import results_queue
 from rl_megatron.config.layout import check_model_fits, check_world_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.runs import DPORun, GRPORun, RunBase
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COLLECTIVE_PATIENCE = 1.5
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -79,8 +81,11 @@ def start_process(run: RunBase, world_size: int) -> Process:
                 f"backend = 'torch': runs in one process, and {world_size} were launched; start it "
                 "with python instead of torchrun, or set backend=megatron"
             )
-        return start_single()
-    return start_megatron(make_layout(run.parallel, world_size), run.seed)
+        return start_single(run.cluster.timeout_minutes)
+    results_queue()
+    layout = make_layout(run.parallel, world_size)
+    # The watchdog speaks before a collective gives up: it knows where every rank stands.
+    return start_megatron(layout, run.seed, _COLLECTIVE_PATIENCE * run.cluster.timeout_minutes)
 
 
 def build_bare_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_megatron.config.drift import DriftConfig
@@ -78,6 +78,14 @@ class KLSnapshot:
         self.alarm = GrowthAlarm(
             settings.kl_growth_window, settings.kl_growth_factor, settings.kl_floor
         )
+
+    def state_dict(self) -> dict[str, list[tuple[int, float]]]:
+        """What a resumed run needs: the measurements that the next one is compared with."""
+        return {"history": self.alarm.history}
+
+    def load_state_dict(self, state: Mapping[str, list[tuple[int, float]]]) -> None:
+        """Go on from there."""
+        self.alarm.history = [(step, kl) for step, kl in state["history"]]
 
     def measure(self, step: int) -> tuple[dict[str, float], bool]:
         """Metrics after step `step`, and whether the run is to stop. Collective."""

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from rl_megatron.config.rollout import RolloutConfig
-from rl_megatron.data.sampler import PositionSampler
+from rl_megatron.data.sampler import RowCursor
 from rl_megatron.errors import RolloutError
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.interfaces.protocols import RolloutEngine
@@ -71,7 +71,7 @@ class GroupSampler:
         engine: Samples.
         rewards: Score.
         prompts: All rows.
-        order: In which they are drawn.
+        cursor: Which of them come next.
         sampling: How responses are drawn.
         rollout: Sizes, and dynamic sampling if it is on.
         seed: Of the run.
@@ -83,7 +83,7 @@ class GroupSampler:
         engine: RolloutEngine,
         rewards: Sequence[NamedReward],
         prompts: Sequence[Prompt],
-        order: PositionSampler,
+        cursor: RowCursor,
         sampling: Sampling,
         rollout: RolloutConfig,
         seed: int,
@@ -92,12 +92,11 @@ class GroupSampler:
         self._engine = engine
         self._rewards = rewards
         self._prompts = prompts
-        self._order = order
+        self._cursor = cursor
         self._sampling = sampling
         self._rollout = rollout
         self._seed = seed
         self._process = process
-        self._position = 0
 
     def sample(self, number: int, phase: Phase) -> Sampled:
         """Rollout batch `number`, counted from 1.
@@ -111,16 +110,12 @@ class GroupSampler:
         """
         wanted = self._rollout.prompts_per_batch
         if self._rollout.dynamic_sampling is None:
-            groups = self._draw(self._position, wanted, number, 0, phase)
-            self._position += wanted
+            groups = self._draw(0, wanted, number, 0, phase)
+            self._cursor.take(wanted)
             sampled = _joined(groups, {})
             require_scores(sampled.scores)
             return sampled
         return self._fill(number, wanted, phase)
-
-    def state_dict(self) -> dict[str, int]:
-        """What a resumed run needs: how many prompts are used up."""
-        return {"position": self._position}
 
     def _fill(self, number: int, wanted: int, phase: Phase) -> Sampled:
         """A batch of groups whose rewards differ.
@@ -135,8 +130,7 @@ class GroupSampler:
         for refill in range(settings.max_refills + 1):
             # As many as are likely to be needed, but no more than a batch.
             likely = math.ceil((wanted - len(kept)) * len(drawn) / len(kept)) if kept else wanted
-            place = self._position + len(drawn)
-            groups = self._draw(place, min(likely, wanted), number, refill, phase)
+            groups = self._draw(len(drawn), min(likely, wanted), number, refill, phase)
             for index, group in enumerate(groups, start=len(drawn)):
                 if len(group.deciding(settings.reward)) > 1:
                     kept.append(index)
@@ -147,7 +141,7 @@ class GroupSampler:
             raise RolloutError(self._why_not_full(number, drawn, len(kept)))
         kept = kept[:wanted]
         used = kept[-1] + 1
-        self._position += used
+        self._cursor.take(used)
         seen = [r for group in drawn[:used] for r in group.rewards if r is not None]
         metrics = {
             names.ROLLOUT_REFILLS: float(refill),
@@ -156,11 +150,9 @@ class GroupSampler:
         }
         return _joined([drawn[i] for i in kept], metrics)
 
-    def _draw(
-        self, position: int, count: int, number: int, refill: int, phase: Phase
-    ) -> list[_Group]:
-        """The groups of `count` prompts from a position on, in the order of the prompts."""
-        prompts = [self._prompts[i] for i in self._order.take(position, count)]
+    def _draw(self, skip: int, count: int, number: int, refill: int, phase: Phase) -> list[_Group]:
+        """The groups of `count` prompts after the next `skip`, in the order of the prompts."""
+        prompts = [self._prompts[i] for i in self._cursor.peek(count, skip)]
         group_size = self._rollout.group_size
         with phase("generate") as span:
             seed = rollout_seed(self._seed, number, refill)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rl_megatron.config.algorithm import AlgorithmConfig
 from rl_megatron.interfaces import metric_names as names
@@ -51,3 +51,7 @@ class KLInReward:
     def state_dict(self) -> dict[str, float | None]:
         """What a resumed run needs."""
         return self._controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
+        """Go on from there."""
+        self._controller.load_state_dict(state)

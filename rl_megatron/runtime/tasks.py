@@ -16,7 +16,7 @@ from rl_megatron.data.examples import Example, PreferencePair
 from rl_megatron.data.packing import MicroBatching, pack_preferences, pack_sft
 from rl_megatron.data.preferences import load_preferences
 from rl_megatron.data.prompts import load_prompts
-from rl_megatron.data.sampler import PositionSampler
+from rl_megatron.data.sampler import PositionSampler, RowCursor, data_digest
 from rl_megatron.data.sft import load_sft
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.errors import DataError
@@ -50,17 +50,24 @@ _ROWS_PER_RANK = 128
 
 @dataclass(frozen=True)
 class Batches:
-    """Mini-batches of a data set, by the number of the optimiser step.
+    """Mini-batches of a data set, one for each optimiser step.
 
     Attributes:
         num_steps: Steps of the run.
+<<<<<<< HEAD
         take: The batch of step n, counted from 1.
         held_out: All held-out rows of each set, by name; one that has none is called "".
+=======
+        cursor: How far the run is in the rows.
+        next: The batch of the next step.
+        held_out: All held-out rows, or None.
+>>>>>>> 0e46668 (A run goes on where it stopped: signals, background saves, resume, watchdog)
         everything: All rows, held-out ones too, in parts of moderate size.
     """
 
     num_steps: int
-    take: Callable[[int], PackedBatch]
+    cursor: RowCursor
+    next: Callable[[], PackedBatch]
     held_out: Mapping[str, PackedBatch]
     everything: Callable[[], Iterator[PackedBatch]]
 
@@ -93,6 +100,7 @@ class GRPOTask:
     reference: Scorer | None
     sync: WeightSync
     groups: GroupSampler
+    prompts: RowCursor
     sampling: Sampling
     evaluate: Callable[[], dict[str, float]]
 
@@ -135,7 +143,7 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
     rewards = build_rewards(run.rewards, rollout.max_response_tokens)
     prompts = load_prompts(data.train, tokenizer, data.max_prompt_length, data.overlong)
     _check_answers(prompts, run.rewards, data.train, "data.train")
-    order = PositionSampler(len(prompts), run.seed, data.shuffle)
+    cursor = _cursor(run, prompts)
     sampling = Sampling(
         temperature=rollout.temperature,
         max_response_tokens=rollout.max_response_tokens,
@@ -152,7 +160,8 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
         policy=policy,
         reference=reference,
         sync=InProcessSync(policy, engine),
-        groups=GroupSampler(engine, rewards, prompts, order, sampling, rollout, run.seed, process),
+        groups=GroupSampler(engine, rewards, prompts, cursor, sampling, rollout, run.seed, process),
+        prompts=cursor,
         sampling=sampling,
         evaluate=_evaluator(run, process, policy, tokenizer, engine),
     )
@@ -184,7 +193,7 @@ def _batches(
 ) -> Batches:
     rows = load(run.data.train, "data.train")
     size = run.train.global_batch_size
-    sampler = PositionSampler(len(rows), run.seed, run.data.shuffle)
+    cursor = _cursor(run, rows)
     num_steps = run.train.num_steps
     if num_steps is None:
         assert run.train.num_epochs is not None
@@ -202,10 +211,16 @@ def _batches(
 
     return Batches(
         num_steps=num_steps,
-        take=lambda step: pack([rows[i] for i in sampler.take((step - 1) * size, size)]),
+        cursor=cursor,
+        next=lambda: pack([rows[i] for i in cursor.take(size)]),
         held_out={name: pack(some) for name, some in held_out.items()},
         everything=everything,
     )
+
+
+def _cursor(run: RunBase, rows: Sequence[object]) -> RowCursor:
+    order = PositionSampler(len(rows), run.seed, run.data.shuffle)
+    return RowCursor(order, data_digest(rows), run.checkpoint.allows("data.train"))
 
 
 def _check_answers(

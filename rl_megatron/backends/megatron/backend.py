@@ -35,12 +35,14 @@ from rl_megatron.data.packing import MicroBatching, plan_micro_batches
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.metric_names import LOSS_TOTAL
 from rl_megatron.interfaces.objective import Objective, Totals
+from rl_megatron.interfaces.protocols import PendingSave
 from rl_megatron.interfaces.weights import WeightRule
 from rl_megatron.kernels.linear_logprob import TokenGradient
 from rl_megatron.losses.aggregate import totals
 from rl_megatron.metrics.trace import trace
 from rl_megatron.models.balance import BalanceLoss
 from rl_megatron.models.gpt import PolicyModel
+from rl_megatron.parallel import watchdog
 from rl_megatron.parallel.inference import inference_mode
 from rl_megatron.parallel.process import Process
 
@@ -142,9 +144,17 @@ class MegatronBackend:
         """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
         return iter_hf_weights(self.chunks, self.rules, self.process)
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state, readable under any layout."""
-        save_megatron(folder, self.chunks, self._optimizer)
+    def save(
+        self, folder: Path, *, reshardable: bool = True, background: bool = False
+    ) -> PendingSave:
+        """Write weights and optimizer state; see `PolicyBackend`."""
+        return save_megatron(
+            folder,
+            self.chunks,
+            self._optimizer,
+            reshardable=reshardable,
+            background=background,
+        )
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote under any layout."""
@@ -205,6 +215,7 @@ class MegatronBackend:
         ]
 
         def forward_step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
+            watchdog.beat()
             micro_batch = next(data)
             context = micro_batch.context(self.chunks[0], balance)
             token_gradient = None if gradient is None else gradient(micro_batch)

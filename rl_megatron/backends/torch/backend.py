@@ -31,6 +31,7 @@ from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.metric_names import LOSS_TOTAL
 from rl_megatron.interfaces.objective import ModelOutput, Objective
+from rl_megatron.interfaces.protocols import PendingSave
 from rl_megatron.kernels.linear_logprob import TokenGradient, linear_logprob
 from rl_megatron.losses.aggregate import totals
 from rl_megatron.metrics.trace import trace
@@ -121,14 +122,18 @@ class TorchBackend:
         """Every weight under its Hugging Face name; the live ones."""
         return named_weights(self.model)
 
-    def save(self, folder: Path) -> None:
-        """Write weights (the float32 main ones of a bf16 model) and the state of Adam."""
+    def save(
+        self, folder: Path, *, reshardable: bool = True, background: bool = False
+    ) -> PendingSave:
+        """Write weights (the float32 main ones of a bf16 model) and the state of Adam, at once."""
+        del reshardable, background  # One process has one layout, and a small model.
         weights = dict(self.named_weights())
         if self._optimizer is not None:
             weights = dict(zip(weights, self._optimizer.main_weights, strict=True))
             torch.save(self._optimizer.state(), folder / _OPTIMIZER_FILE)
         on_host = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
         save_file(on_host, folder / SINGLE_FILE, metadata={"format": "pt"})
+        return _Saved()
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote. A frozen model reads the weights only."""
@@ -190,6 +195,17 @@ class TorchBackend:
 
     def _optimizer_tensors(self) -> list[Tensor]:
         return [] if self._optimizer is None else self._optimizer.tensors()
+
+
+class _Saved:
+    """A save with nothing left to do; see `PendingSave`."""
+
+    def is_done(self) -> bool:
+        """It is."""
+        return True
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
 
 
 def _read_optimizer(path: Path) -> dict[int, object]:

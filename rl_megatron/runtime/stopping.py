@@ -1,0 +1,88 @@
+"""When a run saves and leaves before its end: a signal, a time limit, the end of the allocation.
+
+All ranks must save the same step, so what one of them was told is agreed on at the end of a round.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rl_megatron.config.checkpoint import CheckpointConfig
+from rl_megatron.parallel.process import Process
+
+EXIT_REQUEUE = 75
+"""The run has saved and wants to go on: EX_TEMPFAIL of sysexits.h."""
+
+END_OF_ALLOCATION = "SLURM_JOB_END_TIME"
+
+_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+_REASONS = (
+    "",
+    "a signal asked for it",
+    "checkpoint.exit_duration_in_minutes is over",
+    f"the allocation ends soon ({END_OF_ALLOCATION}, checkpoint.exit_before_end_minutes)",
+)
+_SIGNAL, _DURATION, _ALLOCATION = 1, 2, 3
+
+
+class Requeue(Exception):  # noqa: N818 - leaving is no error
+    """The run has saved and leaves to be started again."""
+
+
+class StopRequest:
+    """Whether the run is to leave at the end of the round.
+
+    Args:
+        settings: The time limits.
+        started: When the attempt began, in seconds since the epoch.
+    """
+
+    def __init__(self, settings: CheckpointConfig, started: float) -> None:
+        self._settings = settings
+        self._started = self._round_began = started
+        self._longest_round = 0.0
+        self._signalled = False
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def listen(self) -> None:
+        """From now on signals only ask; also a second one while the first is being answered."""
+        self._handlers = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+
+    def stop_listening(self) -> None:
+        """Let signals do what they did before."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def round_begins(self) -> None:
+        """A round takes about as long as the longest one so far."""
+        self._round_began = time.time()
+
+    def agreed(self, process: Process) -> str | None:
+        """Why the run is to leave after the round that is over, if any rank has a reason."""
+        now = time.time()
+        self._longest_round = max(self._longest_round, now - self._round_began)
+        mine = torch.tensor(self._reason(now))
+        return _REASONS[int(process.all_reduce(mine, op=dist.ReduceOp.MAX))] or None
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def _reason(self, now: float) -> int:
+        if self._signalled:
+            return _SIGNAL
+        limit, end = self._settings.exit_duration_in_minutes, os.environ.get(END_OF_ALLOCATION)
+        if limit is not None and now - self._started >= 60 * limit:
+            return _DURATION
+        if end is not None and end.isdigit():
+            spare = 60 * self._settings.exit_before_end_minutes
+            if now + self._longest_round + spare > int(end):
+                return _ALLOCATION
+        return 0
