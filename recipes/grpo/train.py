@@ -46,7 +46,7 @@ def train(run: GRPORun) -> None:
             implementation=run.kernels.losses,
         )
         kl_in_reward = KLInReward(algorithm)
-        step = job.resume(policy, prompts=task.prompts, kl_in_reward=kl_in_reward)
+        step = job.resume(policy, prompts=task.groups.cursor, kl_in_reward=kl_in_reward)
 
         for number in job.rounds(run.train.num_rollout_batches):
             task.sync.push(policy_version=step)

@@ -21,6 +21,13 @@ FOLDER = "random_state"
 _MEGATRON = "megatron."
 
 
+def seed_random_state(seed: int, process: Process) -> None:
+    """Begin the generators of Python and NumPy, another stream on each rank; torch's and Megatron's
+    begin with the job."""
+    random.seed(f"{seed} {process.rank}")
+    np.random.seed([seed % 2**32, process.rank])
+
+
 def save_random_state(folder: Path, process: Process) -> None:
     """Write this rank's generators into the folder of a checkpoint."""
     (folder / FOLDER).mkdir(exist_ok=True)

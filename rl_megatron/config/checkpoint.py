@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Strict as StrictMode
 
 from rl_megatron.config.base import Strict
 
@@ -15,7 +18,7 @@ class CheckpointConfig(Strict):
     folder that holds a run. Or a path, of a run folder, its checkpoints/ or one iter_ folder: the
     first attempt goes on from there, later ones from their own."""
 
-    allow_changes: tuple[str, ...] = ()
+    allow_changes: Annotated[tuple[str, ...], StrictMode(False)] = ()
     """Settings that may differ from those of the checkpoint, e.g. [optimizer.lr, train]. Every
     other difference that changes numbers is refused. After a change of `data.train` the run begins
     with the first row of the new data."""

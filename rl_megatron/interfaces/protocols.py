@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -30,6 +30,7 @@ class Scorer(Protocol):
         ...
 
 
+@runtime_checkable
 class PendingSave(Protocol):
     """A save that has begun."""
 

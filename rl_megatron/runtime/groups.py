@@ -76,6 +76,9 @@ class GroupSampler:
         rollout: Sizes, and dynamic sampling if it is on.
         seed: Of the run.
         process: This rank.
+
+    Attributes:
+        cursor: As given; prompts that were drawn and not needed are not passed.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class GroupSampler:
         self._engine = engine
         self._rewards = rewards
         self._prompts = prompts
-        self._cursor = cursor
+        self.cursor = cursor
         self._sampling = sampling
         self._rollout = rollout
         self._seed = seed
@@ -111,7 +114,7 @@ class GroupSampler:
         wanted = self._rollout.prompts_per_batch
         if self._rollout.dynamic_sampling is None:
             groups = self._draw(0, wanted, number, 0, phase)
-            self._cursor.take(wanted)
+            self.cursor.take(wanted)
             sampled = _joined(groups, {})
             require_scores(sampled.scores)
             return sampled
@@ -141,7 +144,7 @@ class GroupSampler:
             raise RolloutError(self._why_not_full(number, drawn, len(kept)))
         kept = kept[:wanted]
         used = kept[-1] + 1
-        self._cursor.take(used)
+        self.cursor.take(used)
         seen = [r for group in drawn[:used] for r in group.rewards if r is not None]
         metrics = {
             names.ROLLOUT_REFILLS: float(refill),
@@ -152,7 +155,7 @@ class GroupSampler:
 
     def _draw(self, skip: int, count: int, number: int, refill: int, phase: Phase) -> list[_Group]:
         """The groups of `count` prompts after the next `skip`, in the order of the prompts."""
-        prompts = [self._prompts[i] for i in self._cursor.peek(count, skip)]
+        prompts = [self._prompts[i] for i in self.cursor.peek(count, skip)]
         group_size = self._rollout.group_size
         with phase("generate") as span:
             seed = rollout_seed(self._seed, number, refill)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rl_megatron import log
 from rl_megatron.checkpoint.publish import durable_file
-from rl_megatron.checkpoint.random_state import load_random_state
+from rl_megatron.checkpoint.random_state import load_random_state, seed_random_state
 from rl_megatron.checkpoint.run_state import RunState
 from rl_megatron.config.base import resolved
 from rl_megatron.config.loader import dump_run
@@ -98,6 +98,7 @@ class Job:
         watchdog.start(60 * run.cluster.timeout_minutes, partial(leave_hanging, run, process.rank))
         if run.logging.trace_shapes:
             start_trace(process.rank)
+        seed_random_state(run.seed, process)
         job = cls(run, process, title, shown, resumed)
         _log_header(run, process)
         job._stop.listen()

@@ -100,7 +100,6 @@ class GRPOTask:
     reference: Scorer | None
     sync: WeightSync
     groups: GroupSampler
-    prompts: RowCursor
     sampling: Sampling
     evaluate: Callable[[], dict[str, float]]
 
@@ -161,7 +160,6 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
         reference=reference,
         sync=InProcessSync(policy, engine),
         groups=GroupSampler(engine, rewards, prompts, cursor, sampling, rollout, run.seed, process),
-        prompts=cursor,
         sampling=sampling,
         evaluate=_evaluator(run, process, policy, tokenizer, engine),
     )

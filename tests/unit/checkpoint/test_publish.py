@@ -5,10 +5,12 @@ import torch
 
 from rl_megatron.checkpoint.publish import (
     POINTER_FILE,
+    NewCheckpoint,
     iteration_folder,
     new_checkpoint,
     new_folder,
     read_pointer,
+    saved_iterations,
 )
 from rl_megatron.errors import CheckpointError
 from rl_megatron.parallel.layout import Layout
@@ -64,6 +66,31 @@ def test_the_latest_checkpoint_is_never_written_over(tmp_path):
     with pytest.raises(CheckpointError, match="iter_0000050 exists already"):
         write(tmp_path, 50, "other")
     assert (iteration_folder(tmp_path, 50) / "weights").read_text() == "whole"
+
+
+def test_what_a_killed_attempt_still_writes_goes_nowhere(tmp_path):
+    """A writer may outlive its rank: its successor writes under another name."""
+    killed = NewCheckpoint(tmp_path, 100, ALONE)
+    write(tmp_path, 100)
+    assert not killed.aside.exists()
+    with pytest.raises(FileNotFoundError):
+        (killed.aside / "weights").write_text("late")
+    assert (iteration_folder(tmp_path, 100) / "weights").read_text() == "whole"
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    for iteration in (10, 20, 30):
+        new = NewCheckpoint(tmp_path, iteration, ALONE)
+        (new.aside / "weights").write_text("whole")
+        assert saved_iterations(tmp_path)[-1:] == [iteration - 10][: iteration // 20]
+        new.publish(keep_last=2)
+    assert saved_iterations(tmp_path) == [20, 30]
+    # What lies ahead was left by a run that went on from an earlier one; it is replaced in time.
+    iteration_folder(tmp_path, 90).mkdir()
+    NewCheckpoint(tmp_path, 40, ALONE).publish(keep_last=1)
+    assert saved_iterations(tmp_path) == [40, 90]
+    assert read_pointer(tmp_path) == 40
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_folder_is_replaced_only_on_demand(tmp_path):

@@ -1,12 +1,15 @@
 """The order of rows is a function of (seed, epoch, place)."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from rl_megatron.data.sampler import PositionSampler, data_digest
+from rl_megatron.data.sampler import PositionSampler, RowCursor, data_digest
+from rl_megatron.errors import CheckpointError
+from rl_megatron.interfaces.records import Prompt
 
 
 def test_every_epoch_is_a_permutation_of_its_own() -> None:
@@ -62,13 +65,38 @@ def test_no_global_random_stream_is_touched() -> None:
     assert before == after
 
 
+def cursor(num_rows: int, digest: str = "A", may_change: bool = False) -> RowCursor:
+    return RowCursor(PositionSampler(num_rows, seed=1, shuffle=True), digest, may_change)
+
+
 def test_rs_02_prompts_in_flight_are_drawn_again() -> None:
-    """0..3 trained and 4, 5 generated when the run stopped: the position is 4."""
-    sampler = PositionSampler(10, seed=1, shuffle=True)
-    trained = sampler.take(0, 4)
-    sampler.take(4, 2)  # Generated, not trained.
-    resumed = PositionSampler(10, seed=1, shuffle=True).take(4, 6)
-    assert sorted(trained + resumed) == list(range(10))
+    """0..3 trained and 4, 5 generated when the run stopped: each is trained once over the run."""
+    first = cursor(10)
+    trained = first.take(4)
+    in_flight = first.peek(2)
+    resumed = cursor(10)
+    resumed.load_state_dict(first.state_dict())
+    rest = resumed.take(6)
+    assert rest[:2] == in_flight
+    assert sorted(trained + rest) == list(range(10))
+    assert resumed.peek(1, skip=3) == cursor(10).peek(1, skip=13)
+
+
+@pytest.mark.parametrize("num_rows", [20, 4])
+def test_rs_02_other_rows_are_refused_or_begun_with_the_first(num_rows: int, caplog) -> None:
+    saved = cursor(10)
+    saved.take(6)
+    with pytest.raises(CheckpointError) as error:
+        cursor(num_rows, "B").load_state_dict(saved.state_dict())
+    assert str(error.value) == (
+        f"data.train has other rows than when the run was saved: {num_rows} now, 10 then. Give it "
+        "those of then, or set checkpoint.allow_changes=[data.train] to go on with the first of "
+        "the new rows."
+    )
+    allowed = cursor(num_rows, "B", may_change=True)
+    allowed.load_state_dict(saved.state_dict())
+    assert allowed.take(4) == cursor(num_rows).take(4)
+    assert "goes on with the first of the new rows" in caplog.text
 
 
 def test_rs_02_other_data_have_another_digest() -> None:
@@ -83,3 +111,15 @@ def test_rs_02_other_data_have_another_digest() -> None:
         [(1, 2), (3,), ()],
     ]
     assert digest not in {data_digest(other) for other in others}
+
+
+def test_rs_02_everything_in_a_row_counts() -> None:
+    row = Prompt(3, (1, 2), "1+1=", "2", {"level": 1})
+    others = [
+        replace(row, token_ids=(1, 3)),
+        replace(row, answer="3"),
+        replace(row, answer=None),
+        replace(row, extra={"level": 2}),
+    ]
+    digests = {data_digest([other]) for other in [row, replace(row), *others]}
+    assert len(digests) == 1 + len(others)

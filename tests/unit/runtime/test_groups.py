@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl_megatron.config.rollout import DynamicSamplingConfig, RolloutConfig
-from rl_megatron.data.sampler import PositionSampler
+from rl_megatron.data.sampler import PositionSampler, RowCursor
 from rl_megatron.errors import RolloutError
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
 from rl_megatron.metrics.timing import Span
@@ -59,7 +59,7 @@ def sampler(engine, values, *, wanted=4, num_rows=1000, by=None, weights=(1.0,),
         engine,
         rewards,
         [Prompt(row, (1,), f"prompt {row}") for row in range(num_rows)],
-        PositionSampler(num_rows, 0, shuffle=False),
+        RowCursor(PositionSampler(num_rows, 0, shuffle=False), "digest"),
         Sampling(temperature=1.0, max_response_tokens=4, stop_token_ids=(2,)),
         config,
         seed=5,
@@ -83,7 +83,7 @@ def test_without_dynamic_sampling_prompts_come_as_they_are():
     assert first.group_ids == [0, 0, 1, 1, 2, 2, 3, 3]
     assert first.scores.rewards == (0.5,) * 8
     assert first.metrics == {}
-    assert groups.state_dict() == {"position": 8}
+    assert groups.cursor.position == 8
     assert [seed for _, seed in engine.calls] == [rollout_seed(5, 1), rollout_seed(5, 2)]
 
 
@@ -99,7 +99,7 @@ def test_equal_groups_are_replaced_by_further_prompts_in_order():
     assert [drawn for drawn, _ in engine.calls] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     assert len({seed for _, seed in engine.calls}) == 3
     # Prompt 10 is not needed, and is the first of the next batch.
-    assert groups.state_dict() == {"position": 10}
+    assert groups.cursor.position == 10
     assert sampled.metrics == {
         REFILLS: 2.0,
         REPLACED: 6.0,

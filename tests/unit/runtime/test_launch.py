@@ -10,6 +10,7 @@ from rl_megatron.errors import (
     RolloutError,
 )
 from rl_megatron.runtime import launch as launching
+from rl_megatron.runtime.stopping import Requeue
 
 
 class Left(BaseException):
@@ -24,7 +25,7 @@ def stopped(monkeypatch):
     def leave(code):
         raise Left(code)
 
-    monkeypatch.setattr(launching, "_leave", leave)
+    monkeypatch.setattr(launching, "leave", leave)
     monkeypatch.setattr(launching.log, "setup_logging", lambda rank: None)
     monkeypatch.setattr(launching.log, "silence_megatron_warnings", lambda: None)
     monkeypatch.setattr(launching.processes, "stop", lambda: calls.append(()))
@@ -69,6 +70,12 @@ def test_an_error_of_ours_is_its_message_and_a_code(error, code, caplog, stopped
 def test_anything_else_comes_with_its_traceback(error, caplog):
     assert exit_code(error) == 1
     assert caplog.records[0].exc_info[1] is error
+
+
+def test_a_run_that_wants_to_go_on_says_so_by_its_code(caplog):
+    with caplog.at_level(logging.INFO):
+        assert exit_code(Requeue("saved step 3")) == 75
+    assert [record.getMessage() for record in caplog.records] == ["saved step 3"]
 
 
 def test_one_rank_speaks_of_a_mistake(monkeypatch, caplog):
