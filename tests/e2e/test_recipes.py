@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl_megatron.checkpoint.run_state import read_run_state
 from rl_megatron.config import dump_run, load_run
 from rl_megatron.rewards.answer_tag import answer_tag
 from tests.helpers.recipe_runs import RUN_CLASSES, execute, read_rows
@@ -119,9 +120,9 @@ def test_grpo_records_a_kl_where_one_is_used(grpo, grpo_kl_in_reward):
     coefficients = [row["reward/kl_coef"] for row in (first, second, third)]
     assert coefficients == pytest.approx([0.1, 0.1 * 0.97, 0.1 * 0.97 * 1.1])
     (folder,) = (grpo_kl_in_reward.folder / "checkpoints").glob("iter_*")
-    (state,) = read_rows(folder / "run_state.json")
-    assert state["step"] == 6
-    assert state["kl_in_reward"]["ema_kl"] == pytest.approx(third["reward/kl"])
+    state = read_run_state(folder)
+    assert state.step == 6
+    assert state.parts["kl_in_reward"]["ema_kl"] == pytest.approx(third["reward/kl"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rl_megatron.checkpoint.run_state import read_run_state
 from tests.e2e.test_recipes import assert_same_numbers
 from tests.helpers.recipe_runs import TENSOR_2, execute, read_rows, run_recipe
 
@@ -39,9 +40,8 @@ def test_batches_are_filled_with_groups_that_differ(dapo):
         assert row["loss/entropy"] > 0
     assert sum(row["rollout/replaced_groups"] for row in dapo.rows) > 0
     (folder,) = (dapo.folder / "checkpoints").glob("iter_*")
-    (state,) = read_rows(folder / "run_state.json")
     drawn = 3 * 6 + sum(row["rollout/replaced_groups"] for row in dapo.rows)
-    assert state["prompts"] == {"position": drawn}
+    assert read_run_state(folder).parts["prompts"]["position"] == drawn
 
 
 def test_two_ranks_fill_their_batches_with_the_same_groups(dapo, task, runs, after_sft):
