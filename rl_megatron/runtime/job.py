@@ -240,10 +240,9 @@ class Job:
         same_layout = state.layout == asdict(self.process.layout)
         if same_layout:
             load_random_state(folder, self.process)
-        if self.process.is_main:
-            logger.info("the run goes on after step %d, from %s", state.step, folder)
-            if not same_layout:
-                logger.info("random generators start anew: the layout is another")
+        logger.info("the run goes on after step %d, from %s", state.step, folder)
+        if not same_layout:
+            logger.info("random generators start anew: the layout is another")
 
     def _open_writers(self) -> None:
         """Not before the checkpoint is loaded: lines of later steps are dropped."""

@@ -80,8 +80,7 @@ class CheckpointSaver:
         with self._explained(step):
             pending.finish()
             new.publish(self._run.checkpoint.keep_last)
-        if self._process.is_main:
-            logger.info("saved step %d in %s", step, self._root)
+        logger.info("saved step %d in %s", step, self._root)
 
     def _write_side_files(self, folder: Path) -> None:
         source = resolve_model_folder(Path(self._run.model.path)).hf

@@ -54,14 +54,9 @@ class Batches:
 
     Attributes:
         num_steps: Steps of the run.
-<<<<<<< HEAD
-        take: The batch of step n, counted from 1.
-        held_out: All held-out rows of each set, by name; one that has none is called "".
-=======
         cursor: How far the run is in the rows.
         next: The batch of the next step.
-        held_out: All held-out rows, or None.
->>>>>>> 0e46668 (A run goes on where it stopped: signals, background saves, resume, watchdog)
+        held_out: All held-out rows of each set, by name; one that has none is called "".
         everything: All rows, held-out ones too, in parts of moderate size.
     """
 
