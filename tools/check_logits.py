@@ -1,4 +1,5 @@
-"""Compare a model under Megatron, in any layout, with transformers: the logits of a few texts.
+"""Compare a model under Megatron, in any layout, with transformers: the logits of a few texts, or
+what a reward model gives to them.
 
     python tools/check_logits.py models/SmolLM2-135M-Instruct
     torchrun --nproc-per-node 2 tools/check_logits.py FOLDER tensor_model_parallel_size=2
@@ -22,6 +23,8 @@ from rl_megatron import log
 from rl_megatron.checkpoint.folders import resolve_model_folder
 from rl_megatron.config.command_line import parse_parallel
 from rl_megatron.config.layout import check_world_size
+from rl_megatron.data.examples import Example
+from rl_megatron.data.packing import MicroBatching, pack_sft
 from rl_megatron.data.tokenizer import load_tokenizer
 from rl_megatron.errors import RLMegatronError
 from rl_megatron.models.families import read_shape, weight_rules
@@ -60,14 +63,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if process.is_main:
         verdict = "agree" if difference <= options.tolerance else "DIFFER"
-        print(f"{process.layout.describe()}: logits {verdict}, max abs difference {difference:.3g}")
+        what = (
+            "scores"
+            if read_shape(resolve_model_folder(options.folder).hf).scalar_head
+            else "logits"
+        )
+        print(f"{process.layout.describe()}: {what} {verdict}, max abs difference {difference:.3g}")
     stop()
     return int(difference > options.tolerance)
 
 
 def worst_difference(folder: Path, process: Process) -> float:
-    """Largest absolute difference of the logits of TEXTS, on all ranks."""
+    """Largest absolute difference of the logits, or scores, of TEXTS, on all ranks."""
     # Importing Megatron takes seconds; mistakes are found before.
+    from rl_megatron.backends.megatron import MegatronBackend
     from rl_megatron.checkpoint.hf_load import load_hf_weights
     from rl_megatron.models.gpt import build_model
     from rl_megatron.rollout.megatron import MegatronEngine
@@ -77,11 +86,20 @@ def worst_difference(folder: Path, process: Process) -> float:
     texts = [tokenizer.encode(text) for text in TEXTS]
     shape = read_shape(source)
     chunks = build_model(shape, process, torch.float32, VOCAB_DIVISOR)
-    load_hf_weights(chunks, weight_rules(shape, VOCAB_DIVISOR), source, process)
-    found = MegatronEngine(chunks, process, str, max_concurrent_sequences=1).logits(texts)
+    rules = weight_rules(shape, VOCAB_DIVISOR)
+    load_hf_weights(chunks, rules, source, process)
+    if shape.scalar_head:
+        examples = [Example(row, (), tuple(ids)) for row, ids in enumerate(texts)]
+        micro_batching = MicroBatching(micro_batch_size=len(texts))
+        backend = MegatronBackend(chunks, rules, process, micro_batching)
+        found = backend.scores(pack_sft(examples)).to(process.device)
+    else:
+        found = MegatronEngine(chunks, process, str, max_concurrent_sequences=1).logits(texts)
     worst = torch.zeros(1)
     if process.is_main:
         model = load_transformers_model(source, torch.float32, process.device).eval()
+        # Each text alone: it ends at its last token, whatever stands there.
+        model.config.pad_token_id = None
         with torch.inference_mode():
             rows = [model(torch.tensor([ids], device=process.device)).logits[0] for ids in texts]
         worst = (torch.cat(rows) - found).abs().max().cpu()[None]

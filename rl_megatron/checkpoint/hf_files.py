@@ -37,6 +37,7 @@ RECORD_FILE = "conversion.json"
 """Beside the carried files of a Megatron checkpoint: the tensors that the HF folder had."""
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SCORE = "score.weight"
 
 # Not weights: old files hold the inverse frequencies that follow from the config.
 _IGNORED = re.compile(r"^model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq$")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rl_megatron.checkpoint.hf_files import EMBEDDING, HEAD, HFWeights
+from rl_megatron.checkpoint.hf_files import EMBEDDING, HEAD, SCORE, HFWeights
 from rl_megatron.checkpoint.naming import Placement, place
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.weights import Read, WeightRule
@@ -24,6 +24,7 @@ def load_hf_weights(
     folder: Path,
     process: Process,
     track: Track = iter,
+    head: Tensor | None = None,
 ) -> None:
     """Fill every parameter of the model from a HF folder, cast to the parameter's dtype.
 
@@ -35,17 +36,22 @@ def load_hf_weights(
         folder: Folder with safetensors.
         process: This rank.
         track: Wraps the loop over weights, e.g. in a progress bar.
+        head: A scalar head [1, H] in place of the folder's own head over the vocabulary.
 
     Raises:
         CheckpointError: A missing, unexpected or wrongly shaped tensor, or a broken file.
     """
     placements = place(chunks, rules, process)
     with HFWeights(folder) as weights:
-        _check_names(weights, rules)
-        _check_shapes(weights, rules)
+        read = [rule for rule in rules if head is None or rule.hf_names != (SCORE,)]
+        _check_names(weights, read, replaces_head=head is not None)
+        _check_shapes(weights, read)
         for placement in track(placements):
             watchdog.beat()
-            _fill(placement, weights, process)
+            if head is not None and placement.rule.hf_names == (SCORE,):
+                _copy(placement, head)
+            else:
+                _fill(placement, weights, process)
 
 
 def _fill(placement: Placement, weights: HFWeights, process: Process) -> None:
@@ -59,15 +65,20 @@ def _fill(placement: Placement, weights: HFWeights, process: Process) -> None:
             f"{rule.megatron_name}, the model has {list(parameter.shape)}. "
             "Was the model built with the same make_vocab_size_divisible_by?"
         )
-    with torch.no_grad():
-        parameter.copy_(shard)
+    _copy(placement, shard)
+
+
+@torch.no_grad()
+def _copy(placement: Placement, value: Tensor) -> None:
+    if placement.parameter is not None:
+        placement.parameter.copy_(value)
 
 
 def _reader(weights: HFWeights, rule: WeightRule) -> Read:
     return lambda index, slices: weights.read(rule.hf_names[index], slices)
 
 
-def _check_names(weights: HFWeights, rules: Sequence[WeightRule]) -> None:
+def _check_names(weights: HFWeights, rules: Sequence[WeightRule], replaces_head: bool) -> None:
     expected = {name for rule in rules for name in rule.hf_names}
     missing = sorted(expected - weights.names)
     if missing:
@@ -76,6 +87,8 @@ def _check_names(weights: HFWeights, rules: Sequence[WeightRule]) -> None:
             remedy = "config.json says tie_word_embeddings false; is that so for this model?"
         raise CheckpointError(f"{weights.folder} lacks {_some(missing)}. {remedy}")
     extra = set(weights.names - expected)
+    if replaces_head:
+        extra.discard(HEAD)
     if HEAD in extra:
         # The model is tied, and some files hold the head all the same.
         _check_tied_head(weights)

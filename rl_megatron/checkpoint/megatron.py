@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_megatron.checkpoint.naming import unwrap
@@ -21,6 +21,7 @@ _SHARDING = "distrib_optim_sharding_type"
 # The optimizer's state in the shape of its parameters, readable under any layout; or in that of its
 # buckets, which is faster to write and to read.
 _RESHARDABLE, _SAME_LAYOUT = "fully_reshardable", "dp_reshardable"
+_HEAD = "output_layer.weight"
 _COPY_TENSORS = "_set_main_param_and_optimizer_states"
 
 
@@ -96,8 +97,19 @@ def save_megatron(
     return save
 
 
-def load_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = None) -> None:
+def load_megatron(
+    folder: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: Any = None,
+    head: Tensor | None = None,
+) -> None:
     """Fill weights, and the optimizer's state if given, from what was saved. Collective.
+
+    Args:
+        folder: The checkpoint.
+        chunks: This rank's model chunks.
+        optimizer: Megatron's.
+        head: A scalar head [1, H] in place of the checkpoint's own head over the vocabulary.
 
     Raises:
         CheckpointError: A parameter that the checkpoint lacks, or holds in another shape.
@@ -109,6 +121,9 @@ def load_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = No
     try:
         metadata = dist_checkpointing.load_content_metadata(str(folder))
         template = _state(chunks, optimizer, metadata or {_SHARDING: _RESHARDABLE}, is_loading=True)
+        if head is not None:
+            for key, _ in _named(chunks):
+                template[key].pop(_HEAD, None)
         with warnings.catch_warnings():
             # Megatron's own business with torch.distributed.checkpoint.
             warnings.simplefilter("ignore", FutureWarning)
@@ -121,6 +136,8 @@ def load_megatron(folder: Path, chunks: Sequence[nn.Module], optimizer: Any = No
             "Was it made from the same model, and copied whole?"
         ) from error
     for key, chunk in _named(chunks):
+        if head is not None and _HEAD in dict(chunk.named_parameters()):
+            state[key][_HEAD] = head
         chunk.load_state_dict(state[key])
     if optimizer is not None:
         _load_optimizer(optimizer, state["optimizer"])

@@ -29,10 +29,10 @@ class DataSource(Strict):
     """Field with the response (SFT)."""
 
     chosen_key: str = "chosen"
-    """Field with the better response (DPO)."""
+    """Field with the better response (DPO, reward model)."""
 
     rejected_key: str = "rejected"
-    """Field with the worse response (DPO)."""
+    """Field with the worse response (DPO, reward model)."""
 
     answer_key: str = "answer"
     """Field with the known correct answer that a reward compares with."""
@@ -74,6 +74,24 @@ class ResponseDataConfig(DataConfig):
 
     max_length: PositiveInt = 2048
     """Longest sequence, prompt and response together, in tokens."""
+
+
+class PairSource(DataSource):
+    """Preference pairs for a reward model."""
+
+    margin_key: str | None = None
+    """Field with the margin of a pair: by how much the reward of chosen is to exceed that of
+    rejected, a number. null: none, even if the rows have one."""
+
+
+class PairDataConfig(ResponseDataConfig):
+    """Preference pairs for a reward model."""
+
+    train: PairSource
+    """Rows to train on."""
+
+    eval: OneOrNamed[PairSource] | None = None
+    """Held-out rows, or several sets of them by name."""
 
 
 class PromptDataConfig(DataConfig):

@@ -95,6 +95,14 @@ class GRPOLossConfig(Strict):
         return idle
 
 
+class RewardModelLossConfig(Strict):
+    """The loss of a reward model: -logsigmoid(reward of chosen - reward of rejected - margin)."""
+
+    center_rewards_coefficient: PositiveFloat | None = None
+    """Weight of (reward of chosen + reward of rejected) squared, a mean over pairs, in the loss:
+    rewards stay around 0 (usual: 0.01). null: off."""
+
+
 class DPOLossConfig(Strict):
     """The loss of a preference pair."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic import Strict as StrictMode
 
-from rl_megatron.config.base import Problem, Strict
+from rl_megatron.config.base import Idle, Problem, Strict
 
 
 class RewardBase(Strict):
@@ -107,13 +107,58 @@ class PythonConfig(RewardBase):
     """`package.module:function` or `path/to/file.py:function`."""
 
 
+class RewardModelConfig(RewardBase):
+    """The score that a reward model gives to prompt and response as they were sampled."""
+
+    name: Literal["reward_model"]
+    """A frozen model on the ranks and in the layout of the policy. It reads the last token of a
+    response, also of one that was cut."""
+
+    path: str = Field(min_length=1)
+    """Its Hugging Face folder, or a checkpoint of recipes/reward_model. Its tokenizer must be the
+    policy's."""
+
+    label: str = Field(default="reward_model", pattern=r"^[A-Za-z0-9_]+$")
+    """What it is recorded as, for runs with several."""
+
+    normalize: Literal["none", "fixed", "batch"] = "none"
+    """Before the weight is applied; scores are recorded as they are. fixed: (score - `mean`) /
+    `std`. batch: the same with mean and standard deviation of the responses of the rollout batch;
+    not in evaluation, where they would hide every change."""
+
+    mean: float = 0.0
+    """Subtracted by `normalize` fixed: e.g. `evaluation/rewards/mean` of the model's training."""
+
+    std: PositiveFloat = 1.0
+    """Divisor of `normalize` fixed: e.g. `evaluation/rewards/std`."""
+
+    def problems(self) -> Iterable[Problem]:
+        """A normalisation by 0 and 1."""
+        if self.normalize == "fixed" and not {"mean", "std"} & self.model_fields_set:
+            yield Problem(
+                "normalize",
+                "fixed",
+                "changes nothing without a mean or a std; set them, e.g. to "
+                "evaluation/rewards/mean and evaluation/rewards/std of the model's training",
+                others=("mean", "std"),
+            )
+
+    def idle(self) -> Mapping[str, Idle]:
+        """Mean and standard deviation that nobody reads."""
+        if self.normalize == "fixed":
+            return {}
+        off = Idle("it is for normalize fixed; set that, or remove this key", ("normalize",))
+        return dict.fromkeys(("mean", "std"), off)
+
+
 RewardConfig = Annotated[
     MathAnswerConfig
     | AnswerTagConfig
     | FormatTagsConfig
     | LengthConfig
     | OverlongConfig
-    | PythonConfig,
+    | PythonConfig
+    | RewardModelConfig,
     Field(discriminator="name"),
 ]
 
@@ -122,6 +167,8 @@ RewardList = Annotated[tuple[RewardConfig, ...], StrictMode(False)]
 
 def reward_label(reward: RewardConfig) -> str:
     """What the reward is recorded as; unique within a run."""
+    if isinstance(reward, RewardModelConfig):
+        return reward.label
     return reward.path.rpartition(":")[2] if isinstance(reward, PythonConfig) else reward.name
 
 
@@ -153,5 +200,5 @@ def reward_problems(
                 f"{key}.{index}.name",
                 rewards[index].name,
                 f"is recorded as {label!r}, and so is {key}.{labels.index(label)}; keep one of "
-                "them, or rename the function",
+                "them, rename the function, or give the reward model another label",
             )

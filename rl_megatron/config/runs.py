@@ -1,4 +1,4 @@
-"""The three runs, and the settings of different sections that must fit each other."""
+"""The runs, and the settings of different sections that must fit each other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from rl_megatron.config.algorithm import AlgorithmConfig
 from rl_megatron.config.base import Idle, Problem, Strict
 from rl_megatron.config.checkpoint import CheckpointConfig
-from rl_megatron.config.data import DataConfig, DataSource, PromptDataConfig, ResponseDataConfig
+from rl_megatron.config.data import (
+    DataConfig,
+    DataSource,
+    PairDataConfig,
+    PromptDataConfig,
+    ResponseDataConfig,
+)
 from rl_megatron.config.drift import DriftConfig
 from rl_megatron.config.kernels import KernelConfig
 from rl_megatron.config.layout import world_size_problems
-from rl_megatron.config.loss import DPOLossConfig, GRPOLossConfig
+from rl_megatron.config.loss import DPOLossConfig, GRPOLossConfig, RewardModelLossConfig
 from rl_megatron.config.model import ModelConfig, ReferenceConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ClusterConfig, ParallelConfig
@@ -22,6 +28,7 @@ from rl_megatron.config.reference import DPOReferenceConfig
 from rl_megatron.config.rewards import (
     RewardConfig,
     RewardList,
+    RewardModelConfig,
     reward_label,
     reward_problems,
 )
@@ -194,7 +201,7 @@ class RunBase(Strict):
 
 
 class StepRunBase(RunBase):
-    """What SFT and DPO share: rows with responses, and training counted in optimiser steps."""
+    """What SFT, reward models and DPO share: rows with responses, and a length in steps."""
 
     data: ResponseDataConfig
 
@@ -214,6 +221,25 @@ class SFTRun(StepRunBase):
         """Kernels of losses: this one is a plain sum."""
         reason = "the loss of supervised fine-tuning is a plain sum; remove this key"
         return {"kernels.losses": Idle(reason, ())}
+
+
+class RewardModelRun(StepRunBase):
+    """Reward model: a scalar head learns to give chosen responses more than rejected ones."""
+
+    data: PairDataConfig
+
+    loss: RewardModelLossConfig = RewardModelLossConfig()
+
+    def idle(self) -> Mapping[str, Idle]:
+        """Answers to prompts, and kernels of another head."""
+        reason = (
+            "a reward model answers no prompts; remove this section, and set data.eval for its "
+            "accuracy on held-out pairs"
+        )
+        idle = {"evaluation": Idle(reason, ())}
+        reason = "a reward model has a head of one row; remove this key"
+        keys = ("kernels.linear_logprob", "kernels.losses", "kernels.one_pass")
+        return idle | dict.fromkeys(keys, Idle(reason, ()))
 
 
 class DPORun(StepRunBase):
@@ -372,6 +398,18 @@ class GRPORun(RunBase):
                 "loss.use_kl_loss is true too, and the KL would count twice; set one to false",
                 others=("loss.use_kl_loss",),
             )
+        yield from self._dynamic_problems()
+        engine = {"megatron": "megatron", "torch": "hf"}[self.backend]
+        if self.rollout.engine != engine:
+            yield Problem(
+                "rollout.engine",
+                self.rollout.engine,
+                f"does not sample from the weights of backend {self.backend}; set "
+                f"rollout.engine={engine} or change backend",
+                others=("backend",),
+            )
+
+    def _dynamic_problems(self) -> Iterator[Problem]:
         dynamic = self.rollout.dynamic_sampling
         labels = [reward_label(reward) for reward in self.rewards]
         if dynamic is not None and dynamic.reward not in (None, *labels):
@@ -382,15 +420,15 @@ class GRPORun(RunBase):
                 "sum",
                 others=("rewards",),
             )
-        engine = {"megatron": "megatron", "torch": "hf"}[self.backend]
-        if self.rollout.engine != engine:
-            yield Problem(
-                "rollout.engine",
-                self.rollout.engine,
-                f"does not sample from the weights of backend {self.backend}; set "
-                f"rollout.engine={engine} or change backend",
-                others=("backend",),
-            )
+        for index, reward in enumerate(self.rewards if dynamic is not None else ()):
+            if isinstance(reward, RewardModelConfig) and reward.normalize == "batch":
+                yield Problem(
+                    f"rewards.{index}.normalize",
+                    "batch",
+                    "with rollout.dynamic_sampling a batch is drawn in parts, which would each be "
+                    "measured by its own mean; take fixed",
+                    others=("rollout.dynamic_sampling",),
+                )
 
 
 def _placement_problems(reference: ReferenceConfig, backend: str) -> Iterator[Problem]:

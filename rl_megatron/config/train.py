@@ -16,7 +16,7 @@ class TrainBase(Strict):
     """What every kind of training has. Micro-batches decide memory and speed, never a number."""
 
     micro_batch_size: PositiveInt | None = None
-    """Sequences (DPO: pairs) of one forward pass on one rank."""
+    """Sequences (DPO, reward model: pairs) of one forward pass on one rank."""
 
     max_tokens_per_micro_batch: PositiveInt | None = None
     """Or: tokens of one forward pass on one rank; 8192 if neither is set."""
@@ -62,7 +62,7 @@ class TrainBase(Strict):
 
 
 class StepTrainConfig(TrainBase):
-    """Training counted in optimiser steps: SFT and DPO."""
+    """Training counted in optimiser steps: SFT, reward models and DPO."""
 
     num_steps: PositiveInt | None = None
     """Optimiser steps of the run; set this or `num_epochs`."""
@@ -71,7 +71,7 @@ class StepTrainConfig(TrainBase):
     """Passes over the data; set this or `num_steps`."""
 
     global_batch_size: PositiveInt = 32
-    """Rows (DPO: pairs) of one optimiser step over all ranks."""
+    """Rows (DPO, reward model: pairs) of one optimiser step over all ranks."""
 
     def problems(self) -> Iterable[Problem]:
         """A run with no length, or with two."""

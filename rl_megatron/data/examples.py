@@ -33,11 +33,13 @@ class PreferencePair:
         row_id: Index of the row in its data set.
         chosen: The better one.
         rejected: The worse one.
+        margin: By how much better, where the data say so.
     """
 
     row_id: int
     chosen: Example
     rejected: Example
+    margin: float | None = None
 
 
 def fit_rendered(

@@ -49,9 +49,14 @@ def pack_sft(examples: Sequence[Example]) -> PackedBatch:
 
 
 def pack_preferences(pairs: Sequence[PreferencePair]) -> PackedBatch:
-    """The pairs in order: chosen, rejected, chosen, rejected, ..."""
+    """The pairs in order: chosen, rejected, chosen, rejected, ...; with margins if all have one."""
     sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-    return _pack([(side.prompt_ids, side.response_ids) for side in sides], paired=True)
+    batch = _pack([(side.prompt_ids, side.response_ids) for side in sides], paired=True)
+    margins = [pair.margin for pair in pairs if pair.margin is not None for _ in range(2)]
+    if not margins:
+        return batch
+    assert len(margins) == batch.num_sequences, "margins are given for all pairs or for none"
+    return batch.with_fields(margins=torch.tensor(margins, dtype=torch.float32))
 
 
 def pack_rollouts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import takewhile
 
@@ -23,18 +24,20 @@ def load_preferences(
     max_length: int,
     overlong: Overlong,
     setting: str = "data.train",
+    margin_key: str | None = None,
 ) -> list[PreferencePair]:
     """The pairs of all rows, tokenized once.
 
     A row has chosen and rejected (text or messages). Its prompt is a field of its own, or what
     chosen and rejected have in common at their start. A pair of which either side is dropped is
-    dropped.
+    dropped. With `margin_key` a row also has a number, its margin.
 
     Raises:
         DataError: A row cannot be used, or none is left.
     """
 
     def convert(row: Row) -> PreferencePair | Dropped:
+        margin = None if margin_key is None else _margin(row, margin_key, setting)
         prompt, *responses = _prompt_and_responses(row, source, setting)
         sides: list[Example] = []
         for response in responses:
@@ -43,9 +46,20 @@ def load_preferences(
             if isinstance(side, Dropped):
                 return side
             sides.append(side)
-        return PreferencePair(row.index, *sides)
+        return PreferencePair(row.index, *sides, margin)
 
     return convert_rows(read_rows(source, setting), convert, setting)
+
+
+def _margin(row: Row, key: str, setting: str) -> float:
+    value = row.require(key, f"{setting}.margin_key")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise DataError(
+            f"field {key!r} ({setting}.margin_key) is {value!r}; a margin must be a finite number: "
+            "mend the row, or set margin_key to null"
+        )
+    return float(value)
 
 
 def _prompt_and_responses(row: Row, source: DataSource, setting: str) -> _Parts:

@@ -68,6 +68,10 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token, special ones included, by how the tokenizer writes it."""
+
+    @abstractmethod
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of token ids, by default without special tokens."""
 
@@ -144,6 +148,10 @@ class HuggingFaceTokenizer(Tokenizer):
         """See Tokenizer."""
         encoder = self._continuing if continues else self._starting
         return list(encoder.encode(text, add_special_tokens=False).ids)
+
+    def vocabulary(self) -> dict[str, int]:
+        """See Tokenizer."""
+        return dict(self._inner.get_vocab())
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """See Tokenizer."""
@@ -233,6 +241,11 @@ class SentencePieceTokenizer(Tokenizer):
                 continues = True
         return ids
 
+    def vocabulary(self) -> dict[str, int]:
+        """See Tokenizer."""
+        pieces = {self._starting.id_to_piece(i): i for i in range(self._starting.get_piece_size())}
+        return pieces | self._specials
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """See Tokenizer."""
         text = ""
@@ -309,6 +322,28 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"{tokenizer.vocab_size - 1}, but the model's vocab_size is {vocab_size}; use the "
             "tokenizer that the model was trained with"
         )
+
+
+def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer, named: str) -> None:
+    """Refuse a model that would read other text in the tokens of `tokenizer` than they stand for.
+
+    Args:
+        tokenizer: What writes the tokens.
+        other: Tokenizer of the model that reads them; it may know more.
+        named: The model, for the message.
+
+    Raises:
+        DataError: A token is another one there.
+    """
+    theirs = {number: token for token, number in other.vocabulary().items()}
+    for token, number in sorted(tokenizer.vocabulary().items(), key=lambda item: item[1]):
+        if theirs.get(number) != token:
+            found = repr(theirs[number]) if number in theirs else "none"
+            raise DataError(
+                f"{named} has another tokenizer than the policy: token {number} is {token!r} in "
+                f"{tokenizer.path} and {found} in {other.path}, so it would read other text than "
+                "was sampled; take a reward model trained from a model with the policy's tokenizer"
+            )
 
 
 def _without_prefix(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

@@ -42,6 +42,8 @@ class PackedBatch:
             the loss of a mini-batch is the sum of loss_weights * per-token loss.
         advantages, old_logprobs, rollout_logprobs, ref_logprobs: See DESIGN words in
             rl_megatron/README.md; None where the algorithm has no use for them.
+        margins: By how much the reward of chosen is to exceed that of rejected, the same on both
+            sequences of a pair; None: by nothing.
 
     Example:
         Two sequences [5, 6, 7] and [8, 9]; the responses are [7] and [9]:
@@ -58,11 +60,13 @@ class PackedBatch:
     old_logprobs: Float[Tensor, " T"] | None = None
     rollout_logprobs: Float[Tensor, " T"] | None = None
     ref_logprobs: Float[Tensor, " T"] | None = None
+    margins: Float[Tensor, " N"] | None = None
 
     def __post_init__(self) -> None:
         num_tokens = self.tokens.shape[0]
         assert int(self.cu_seqlens[0]) == 0 and int(self.cu_seqlens[-1]) == num_tokens
         assert self.sequence_ids.shape[0] == self.num_sequences
+        assert self.margins is None or self.margins.shape == self.sequence_ids.shape
         for name in _TOKEN_FIELDS:
             value = getattr(self, name)
             assert value is None or value.shape == (num_tokens,), f"{name} must be [{num_tokens}]"
@@ -110,6 +114,7 @@ class PackedBatch:
             self,
             cu_seqlens=bounds,
             sequence_ids=self.sequence_ids[chosen],
+            margins=None if self.margins is None else self.margins[chosen],
             **self._per_token(index),
         )
 
@@ -120,6 +125,7 @@ class PackedBatch:
             cu_seqlens=torch.tensor([0, index.shape[0]], device=index.device),
             sequence_ids=torch.zeros(1, dtype=torch.int64, device=index.device),
             paired=False,
+            margins=None,
             **self._per_token(index),
         )
 

@@ -11,6 +11,8 @@ LOSS_KL = "loss/kl"
 LOSS_ENTROPY = "loss/entropy"
 LOSS_DPO = "loss/dpo"
 LOSS_NLL = "loss/nll"
+LOSS_REWARD_MODEL = "loss/reward_model"
+LOSS_CENTERING = "loss/centering"
 # Balance over experts, summed over layers: their number where every sequence gives all the same.
 LOSS_MOE_BALANCE = "loss/moe_balance"
 
@@ -36,13 +38,18 @@ ROLLOUT_IS_MAX = "rollout/is_weight_max"
 ROLLOUT_IS_BOUNDED = "rollout/is_bounded_fraction"
 ROLLOUT_IS_EFFECTIVE = "rollout/is_effective_sample_fraction"
 
-# Implicit rewards and sequence log-probs of DPO, per pair, under TRL's names.
+# Rewards of a pair's responses, implicit ones in DPO, under TRL's names; per pair. Log-probs of
+# responses in DPO.
 REWARDS_CHOSEN = "rewards/chosen"
 REWARDS_REJECTED = "rewards/rejected"
 REWARDS_MARGINS = "rewards/margins"
 REWARDS_ACCURACIES = "rewards/accuracies"
 LOGPS_CHOSEN = "logps/chosen"
 LOGPS_REJECTED = "logps/rejected"
+
+# Of a reward model over all held-out responses, chosen and rejected.
+REWARDS_MEAN = "rewards/mean"
+REWARDS_STD = "rewards/std"
 
 # The rewards of a rollout batch, over the rollouts that were scored. `reward/<name>` is the mean of
 # each reward by itself.

@@ -18,10 +18,18 @@ class ModelOutput:
     Attributes:
         logprobs: Log-prob of each token at the run's temperature, 0 on first tokens.
         entropy: Entropy in nats of the distribution each token was drawn from, 0 on first tokens.
+        scores: Of a reward model, which has no log-probs (T is 0 then): one number for each
+            sequence, read at its last token; 0 for a sequence without tokens. None of a policy.
     """
 
     logprobs: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"]
+    scores: Float[Tensor, " N"] | None = None
+
+    @classmethod
+    def of_scores(cls, scores: Float[Tensor, " N"]) -> ModelOutput:
+        """What a reward model says."""
+        return cls(scores.new_zeros(0), scores.new_zeros(0), scores)
 
 
 @dataclass(frozen=True)

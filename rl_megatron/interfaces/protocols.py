@@ -58,12 +58,23 @@ class Stateful(Protocol):
         ...
 
 
-class PolicyBackend(Protocol):
-    """How a model is held, scored and stepped. Every method is called by all ranks together."""
+class RewardScorer(Protocol):
+    """A frozen reward model. Every method is called by all ranks together."""
 
-    def logprobs(self, batch: PackedBatch) -> Float[Tensor, " T"]:
-        """As in `Scorer`."""
+    def scores(self, batch: PackedBatch) -> Float[Tensor, " N"]:
+        """The reward of every sequence of the whole batch, fp32, on the host, on all ranks.
+
+        It is read at the last token of the sequence, which its length says, whatever token that is.
+        """
         ...
+
+    def close(self) -> None:
+        """Release what the model holds."""
+        ...
+
+
+class TrainedModel(Protocol):
+    """How a model is held and stepped. Every method is called by all ranks together."""
 
     def train_step(self, batch: PackedBatch, objective: Objective, lr: float) -> dict[str, float]:
         """One optimiser step on the mini-batch; the loss and metrics of the whole mini-batch.
@@ -103,6 +114,14 @@ class PolicyBackend(Protocol):
     def close(self) -> None:
         """Release what the backend holds."""
         ...
+
+
+class PolicyBackend(TrainedModel, Scorer, Protocol):
+    """A policy: it can be stepped, and has log-probs."""
+
+
+class RewardBackend(TrainedModel, RewardScorer, Protocol):
+    """A reward model: it can be stepped, and has scores."""
 
 
 class RolloutEngine(Protocol):

@@ -5,6 +5,7 @@ from rl_megatron.losses.dpo import dpo_objective
 from rl_megatron.losses.grpo import grpo_objective
 from rl_megatron.losses.kl import KLController, KLEstimator, kl_penalised_rewards, sequence_kl
 from rl_megatron.losses.mismatch import rollout_mismatch
+from rl_megatron.losses.reward_model import reward_model_objective
 from rl_megatron.losses.rollout_is import correct_for_rollout
 from rl_megatron.losses.sft import sft_objective
 
@@ -17,6 +18,7 @@ __all__ = [
     "dpo_objective",
     "grpo_objective",
     "kl_penalised_rewards",
+    "reward_model_objective",
     "rollout_mismatch",
     "sequence_kl",
     "sft_objective",

@@ -84,6 +84,17 @@ def valid_pairs(
     return has_token[0::2] & has_token[1::2]
 
 
+def weigh_pairs(batch: PackedBatch) -> PackedBatch:
+    """Each sequence of a valid pair weighs the same; a loss reads only which tokens count.
+
+    What weighs is the pair: 1 / totals.num_pairs if it is valid.
+    """
+    valid = valid_pairs(batch.cu_seqlens, batch.response_mask).repeat_interleave(2)
+    counted = batch.response_mask & valid.repeat_interleave(batch.lengths)
+    weights = aggregation_weights(batch.cu_seqlens, counted, "seq-mean-token-mean")
+    return batch.with_fields(loss_weights=weights)
+
+
 def totals(batch: PackedBatch) -> Totals:
     """Counts over the whole mini-batch: the denominators of its metrics."""
     num_valid = segment_sum(batch.response_mask, batch.cu_seqlens)

@@ -11,7 +11,7 @@ from rl_megatron.interfaces import metric_names as names
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import LossOutput, ModelOutput, Objective, Totals
 from rl_megatron.kernels.choose import loss_kernel_on
-from rl_megatron.losses.aggregate import aggregation_weights, valid_pairs
+from rl_megatron.losses.aggregate import valid_pairs, weigh_pairs
 from rl_megatron.losses.preference import implicit_rewards, pair_loss
 from rl_megatron.losses.sums import counted_tokens, counted_values, segment_sum, zero_outside
 
@@ -90,7 +90,7 @@ def dpo_objective(
             total = total + nll_weight * shares[names.LOSS_NLL]
         return LossOutput(loss=total, metrics={k: v.detach() for k, v in shares.items()})
 
-    return Objective(name="dpo", weigh=_weigh, loss=loss)
+    return Objective(name="dpo", weigh=weigh_pairs, loss=loss)
 
 
 def _by_kernel(
@@ -108,14 +108,3 @@ def _by_kernel(
         1 / max(totals.num_pairs, 1),
     )
     return LossOutput(result.loss, result.metrics)
-
-
-def _weigh(batch: PackedBatch) -> PackedBatch:
-    """Each sequence of a valid pair weighs the same; the loss reads only which tokens count.
-
-    What weighs in DPO is the pair: 1 / totals.num_pairs if it is valid.
-    """
-    valid = valid_pairs(batch.cu_seqlens, batch.response_mask).repeat_interleave(2)
-    counted = batch.response_mask & valid.repeat_interleave(batch.lengths)
-    weights = aggregation_weights(batch.cu_seqlens, counted, "seq-mean-token-mean")
-    return batch.with_fields(loss_weights=weights)

@@ -68,6 +68,7 @@ class ModelShape:
         max_position_embeddings: Longest sequence the model was made for.
         initializer_range: Standard deviation of fresh weights.
         experts: In place of the one SwiGLU of every layer; None in a dense model.
+        scalar_head: A reward model: its head has one row, and is never the embedding.
     """
 
     family: str
@@ -86,3 +87,4 @@ class ModelShape:
     max_position_embeddings: int
     initializer_range: float
     experts: ExpertShape | None = None
+    scalar_head: bool = False

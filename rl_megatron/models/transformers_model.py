@@ -8,42 +8,57 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.models.families import FAMILIES, read_shape
+from rl_megatron.models.fresh_head import HEAD, SCORE
 
 
 def load_transformers_model(
-    folder: Path, dtype: torch.dtype, device: torch.device
+    folder: Path, dtype: torch.dtype, device: torch.device, head: Tensor | None = None
 ) -> PreTrainedModel:
     """The model of a Hugging Face folder, all of its weights read from there.
+
+    Args:
+        folder: A language model's, or a reward model's.
+        dtype: Of its weights.
+        device: Where it is put.
+        head: A scalar head [1, H] in place of the folder's own head over the vocabulary.
 
     Raises:
         CheckpointError: The family is unknown, or the weights are missing, incomplete or not those
             that config.json describes (transformers would fill in random ones).
     """
-    read_shape(folder)
+    is_reward_model = read_shape(folder).scalar_head or head is not None
+    kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+    labels = {"num_labels": 1} if is_reward_model else {}
     logging.disable_progress_bar()  # It would fill the logs of jobs without a terminal.
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = kind.from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            **labels,
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} cannot be loaded as a model: {error}. Copy the folder again."
         ) from error
-    if missing := sorted(info["missing_keys"]):
+    replaced = {SCORE, HEAD} if head is not None else set()
+    if missing := sorted(info["missing_keys"] - replaced):
         raise CheckpointError(
             f"{folder} lacks {', '.join(missing)}, which config.json asks for. Copy it again."
         )
-    if unexpected := sorted(info["unexpected_keys"]):
+    if unexpected := sorted(info["unexpected_keys"] - replaced):
         raise CheckpointError(
             f"{folder} holds {', '.join(unexpected)}, which config.json gives no place to; the "
             "model would not be the one in the folder. Check model_type and its settings."
@@ -53,6 +68,9 @@ def load_transformers_model(
     model.get_input_embeddings().padding_idx = None
     # Experts one after the other: the faster ways are not made for every dtype and device.
     model.set_experts_implementation("eager")
+    if head is not None:
+        with torch.no_grad():
+            model.score.weight.copy_(head)
     return model.to(device)
 
 

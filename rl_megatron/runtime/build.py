@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from rl_megatron.checkpoint.folders import ModelFolder, resolve_model_folder
 from rl_megatron.checkpoint.hf_files import read_records
@@ -120,40 +122,83 @@ def build_policy(
 ) -> PolicyBackend:
     """The model at `path` (default: `model.path`), ready to score and, if `trained`, to step."""
     setting = "reference.path" if path not in (None, run.model.path) else "model.path"
-    folder = resolve_model_folder(Path(path or run.model.path), setting)
-    optimizer = run.optimizer if trained else None
+    source = open_model(path or run.model.path, setting)
+    if source.shape.scalar_head:
+        raise CheckpointError(
+            f"{source.named} is a reward model, which has scores and no log-probs; name a language "
+            "model, such as the one that it was trained from"
+        )
+    return build_backend(run, process, micro_batching, source, temperature, trained)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model to be built.
+
+    Attributes:
+        folder: Where its weights are.
+        shape: Its numbers.
+        named: The setting that names it, and its value.
+        setting: The setting.
+        head: A scalar head in place of its own.
+    """
+
+    folder: ModelFolder
+    shape: ModelShape
+    named: str
+    setting: str
+    head: Tensor | None = None
+
+
+def open_model(path: str, setting: str) -> ModelSource:
+    """What lies at a path, given as `setting`."""
+    folder = resolve_model_folder(Path(path), setting)
+    return ModelSource(folder, read_shape(folder.hf), f"{setting} {path}", setting)
+
+
+def build_backend(
+    run: RunBase,
+    process: Process,
+    micro_batching: MicroBatching,
+    source: ModelSource,
+    temperature: float,
+    trained: bool,
+) -> Any:
+    """The run's backend on a model: a `PolicyBackend`; with a scalar head a `RewardBackend`."""
     if run.backend == "torch":
-        if folder.megatron is not None:
+        if source.folder.megatron is not None:
             raise CheckpointError(
-                f"{setting} {path or run.model.path} is a Megatron checkpoint, and backend torch "
-                "reads Hugging Face folders only; set backend=megatron, or make a folder of it "
-                "with tools/convert_checkpoint.py export"
+                f"{source.named} is a Megatron checkpoint, and backend torch reads Hugging Face "
+                "folders only; set backend=megatron, or make a folder of it with "
+                "tools/convert_checkpoint.py export"
             )
-        read_records(folder.hf)  # Names a file that is missing or cut; transformers may not.
+        # Names a file that is missing or cut; transformers may not.
+        read_records(source.folder.hf)
         from rl_megatron.backends.torch import TorchBackend
 
         return TorchBackend(
-            folder.hf,
+            source.folder.hf,
             process,
             micro_batching,
             temperature=temperature,
             dtype=_DTYPES[run.model.dtype],
-            optimizer=optimizer,
+            optimizer=run.optimizer if trained else None,
             head_kernels=run.kernels.linear_logprob,
             one_pass=run.kernels.one_pass,
+            head=source.head,
         )
-    return _build_megatron(run, process, micro_batching, folder, temperature, trained)
+    return _build_megatron(run, process, micro_batching, source, temperature, trained)
 
 
 def _build_megatron(
     run: RunBase,
     process: Process,
     micro_batching: MicroBatching,
-    folder: ModelFolder,
+    source: ModelSource,
     temperature: float,
     trained: bool,
-) -> PolicyBackend:
-    shape = read_shape(folder.hf)
+) -> Any:
+    folder, shape = source.folder, source.shape
     check_shape_fits(run.parallel, shape)
     check_balance_fits(run.model.moe_aux_loss_coeff if trained else 0.0, shape)
     # Importing Megatron takes seconds; mistakes are found before.
@@ -174,9 +219,9 @@ def _build_megatron(
     )
     rules = weight_rules(shape, divisor)
     if folder.megatron is None:
-        load_hf_weights(chunks, rules, folder.hf, process)
+        load_hf_weights(chunks, rules, folder.hf, process, head=source.head)
     else:
-        load_megatron(folder.megatron, chunks)
+        load_megatron(folder.megatron, chunks, head=source.head)
     logger.info("%s: %s parameters from %s", shape.family, f"{_size(shape):,}", folder.hf)
     return MegatronBackend(
         chunks,

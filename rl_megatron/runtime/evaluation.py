@@ -11,9 +11,15 @@ import torch
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import ModelOutput, Objective
-from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer
+from rl_megatron.interfaces.protocols import (
+    PolicyBackend,
+    RewardScorer,
+    RolloutEngine,
+    Scorer,
+)
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
 from rl_megatron.losses.aggregate import totals
+from rl_megatron.losses.sums import counted_tokens, segment_sum
 from rl_megatron.parallel.process import Process
 from rl_megatron.runtime.rollout_batch import score_together
 from rl_megatron.runtime.score import NamedReward
@@ -95,3 +101,25 @@ def objective_metrics(
     known = {name: v for name, v in result.metrics.items() if name != names.POLICY_ENTROPY}
     metrics = {names.LOSS_TOTAL: result.loss, **known}
     return {name: float(value) for name, value in metrics.items()}
+
+
+def reward_metrics(
+    model: RewardScorer, objective: Objective, held_out: Mapping[str, PackedBatch]
+) -> dict[str, float]:
+    """The objective's metrics on each set of held-out pairs, under the names of `held_out_metrics`,
+    with mean and standard deviation of the rewards that the model gives.
+
+    Args:
+        model: The reward model at work.
+        objective: Loss and metrics.
+        held_out: All pairs of each set, by its name.
+    """
+    found = {}
+    for name, batch in held_out.items():
+        batch, scores = objective.weigh(batch), model.scores(batch)
+        result = objective.loss(ModelOutput.of_scores(scores), batch, totals(batch))
+        counted = scores[segment_sum(counted_tokens(batch), batch.cu_seqlens) > 0].double()
+        scale = {names.REWARDS_MEAN: counted.mean(), names.REWARDS_STD: counted.std()}
+        metrics = {names.LOSS_TOTAL: result.loss, **result.metrics, **scale}
+        found |= {in_evaluation(name, metric): float(v) for metric, v in metrics.items()}
+    return found

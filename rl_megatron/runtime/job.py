@@ -20,7 +20,7 @@ from rl_megatron.config.base import resolved
 from rl_megatron.config.loader import dump_run
 from rl_megatron.config.runs import GRPORun, RunBase
 from rl_megatron.errors import ConfigError
-from rl_megatron.interfaces.protocols import PolicyBackend, Stateful
+from rl_megatron.interfaces.protocols import Stateful, TrainedModel
 from rl_megatron.interfaces.records import Rollout
 from rl_megatron.kernels.choose import loss_kernel_on
 from rl_megatron.kernels.linear_logprob import describe
@@ -74,7 +74,7 @@ class Job:
         self._saver = CheckpointSaver(run, process, self.folder / CHECKPOINTS)
         self._stop = StopRequest(run.checkpoint, self._started)
         self._progress: RunProgress | None = None
-        self._policy: PolicyBackend | None = None
+        self._policy: TrainedModel | None = None
         self._parts: dict[str, Stateful] = {}
 
     @classmethod
@@ -112,7 +112,7 @@ class Job:
             curve = draw_curve(job.folder, list(shown.values()))
             logger.info("done: %s", curve or job.folder)
 
-    def resume(self, policy: PolicyBackend, **parts: Stateful | None) -> int:
+    def resume(self, policy: TrainedModel, **parts: Stateful | None) -> int:
         """Put everything back to where the run stopped, if it did; optimiser steps that are done.
 
         From then on `rounds` saves these. Collective.
@@ -232,7 +232,7 @@ class Job:
             self._saver.finish()
             raise Requeue(f"{reason}: saved step {self._step}, to go on from there")
 
-    def _load(self, resumed: Resumed, policy: PolicyBackend) -> None:
+    def _load(self, resumed: Resumed, policy: TrainedModel) -> None:
         folder, state = resumed.folder, resumed.state
         policy.load(folder)
         for name, part in self._parts.items():

@@ -15,7 +15,7 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.records import Rollout
 from rl_megatron.losses.sums import segment_sum
 from rl_megatron.parallel.process import Process
-from rl_megatron.runtime.score import NamedReward, Scores, score
+from rl_megatron.runtime.score import NamedReward, Scores, Values, add_up, values_of
 
 
 def rollout_seed(seed: int, number: int, refill: int = 0) -> int:
@@ -39,7 +39,8 @@ def score_together(
 def gather_scores(
     rollouts: Sequence[Rollout], rewards: Sequence[NamedReward], process: Process
 ) -> Scores:
-    """The scores of all rollouts, each computed by one rank and told to the others.
+    """The scores of all rollouts, each computed by one rank and told to the others; those of a
+    model by all ranks together.
 
     A reward may depend on a clock (a deadline) or on a user's code: computed on every rank it
     could differ, and ranks that disagree about an advantage train different models.
@@ -48,23 +49,21 @@ def gather_scores(
         RolloutError: A reward is no number.
     """
     mine = rollouts[process.rank :: process.layout.world_size]
-    result: Scores | RLMegatronError
+    result: dict[str, Values] | RLMegatronError
     try:
-        result = score(mine, rewards)
+        result = {r.name: values_of(r, mine) for r in rewards if not r.together}
     except RLMegatronError as error:
         result = error
-    shares = []
+    shares: list[dict[str, Values]] = []
     for share in process.gather(result):
         if isinstance(share, RLMegatronError):
             raise share
         shares.append(share)
-    return Scores(
-        rewards=_interleave([share.rewards for share in shares], len(rollouts)),
-        by_name={
-            name: _interleave([share.by_name[name] for share in shares], len(rollouts))
-            for name in shares[0].by_name
-        },
-    )
+    by_name = {
+        name: _interleave([share[name] for share in shares], len(rollouts)) for name in shares[0]
+    }
+    by_name |= {r.name: values_of(r, rollouts) for r in rewards if r.together}
+    return add_up(by_name, rewards)
 
 
 def require_scores(scores: Scores) -> None:
@@ -77,7 +76,7 @@ def require_scores(scores: Scores) -> None:
         )
 
 
-def _interleave(shares: Sequence[Sequence[float | None]], total: int) -> tuple[float | None, ...]:
+def _interleave(shares: Sequence[Values], total: int) -> Values:
     return tuple(shares[i % len(shares)][i // len(shares)] for i in range(total))
 
 

@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from rl_megatron.checkpoint.folders import HF_SUBFOLDER, resolve_model_folder
 from rl_megatron.checkpoint.hf_files import carry_hf_files, copy_side_files
+from rl_megatron.checkpoint.hf_reward import become_reward_model
 from rl_megatron.checkpoint.publish import NewCheckpoint
 from rl_megatron.checkpoint.random_state import save_random_state
 from rl_megatron.checkpoint.run_state import RunState
-from rl_megatron.config.runs import RunBase
+from rl_megatron.config.runs import RewardModelRun, RunBase
 from rl_megatron.errors import CheckpointError
-from rl_megatron.interfaces.protocols import PendingSave, PolicyBackend
+from rl_megatron.interfaces.protocols import PendingSave, TrainedModel
 from rl_megatron.parallel.process import Process
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class CheckpointSaver:
         self._root = root
         self._pending: tuple[PendingSave, NewCheckpoint, int] | None = None
 
-    def save(self, state: RunState, policy: PolicyBackend) -> None:
+    def save(self, state: RunState, policy: TrainedModel) -> None:
         """Begin a checkpoint of now; one that is still being written is waited for first.
 
         Raises:
@@ -84,10 +85,14 @@ class CheckpointSaver:
 
     def _write_side_files(self, folder: Path) -> None:
         source = resolve_model_folder(Path(self._run.model.path)).hf
+        described = folder
         if self._run.backend == "megatron":
-            carry_hf_files(source, folder / HF_SUBFOLDER)
+            described = folder / HF_SUBFOLDER
+            carry_hf_files(source, described)
         else:
             copy_side_files(source, folder)
+        if isinstance(self._run, RewardModelRun):
+            become_reward_model(described)
 
     @contextmanager
     def _explained(self, step: int) -> Iterator[None]:

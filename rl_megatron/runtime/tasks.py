@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rl_megatron.checkpoint.ref_cache import RefCache
-from rl_megatron.config.data import DataSource
+from rl_megatron.config.data import DataSource, PairSource
 from rl_megatron.config.rewards import RewardConfig
-from rl_megatron.config.runs import DPORun, GRPORun, RunBase, SFTRun
+from rl_megatron.config.runs import DPORun, GRPORun, RewardModelRun, RunBase, SFTRun, StepRunBase
 from rl_megatron.config.train import TrainBase
 from rl_megatron.data.examples import Example, PreferencePair
 from rl_megatron.data.packing import MicroBatching, pack_preferences, pack_sft
@@ -21,7 +21,13 @@ from rl_megatron.data.sft import load_sft
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces.batch import PackedBatch
-from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer, WeightSync
+from rl_megatron.interfaces.protocols import (
+    PolicyBackend,
+    RewardBackend,
+    RolloutEngine,
+    Scorer,
+    WeightSync,
+)
 from rl_megatron.interfaces.records import Prompt, Sampling
 from rl_megatron.parallel.process import Process
 from rl_megatron.runtime.build import (
@@ -39,6 +45,7 @@ from rl_megatron.runtime.reference_cache import (
     complete_cache,
     reference_scorer,
 )
+from rl_megatron.runtime.reward_models import RewardModels, build_reward_model
 from rl_megatron.runtime.score import build_rewards
 from rl_megatron.weight_sync import InProcessSync
 
@@ -77,6 +84,14 @@ class SFTTask:
 
 
 @dataclass(frozen=True)
+class RewardModelTask:
+    """See `build_reward_task`."""
+
+    model: RewardBackend
+    batches: Batches
+
+
+@dataclass(frozen=True)
 class DPOTask:
     """See `build_dpo`."""
 
@@ -112,6 +127,12 @@ def build_sft(run: SFTRun, process: Process) -> SFTTask:
     return SFTTask(policy, batches, _evaluator(run, process, policy, tokenizer))
 
 
+def build_reward_task(run: RewardModelRun, process: Process) -> RewardModelTask:
+    """Reward model and preference pairs."""
+    batches = _pairs(run, process, build_tokenizer(run))
+    return RewardModelTask(build_reward_model(run, process, _micro_batching(run.train)), batches)
+
+
 def build_dpo(run: DPORun, process: Process) -> DPOTask:
     """Policy, reference if the loss has one, and preference pairs."""
     tokenizer = build_tokenizer(run)
@@ -133,8 +154,9 @@ def build_reference_cache(run: DPORun, process: Process) -> RefCache:
 def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
     """Policy, reference if a KL is used, and what samples and scores groups of responses."""
     tokenizer = build_tokenizer(run)
-    rollout, data = run.rollout, run.data
-    rewards = build_rewards(run.rewards, rollout.max_response_tokens)
+    rollout, data, micro_batching = run.rollout, run.data, _micro_batching(run.train)
+    models = RewardModels(run, process, micro_batching, tokenizer)
+    rewards = build_rewards(run.rewards, rollout.max_response_tokens, models.load)
     prompts = load_prompts(data.train, tokenizer, data.max_prompt_length, data.overlong)
     _check_answers(prompts, run.rewards, data.train, "data.train")
     cursor = _cursor(run, prompts)
@@ -144,7 +166,6 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
         min_response_tokens=rollout.min_response_tokens,
         stop_token_ids=_stop_ids(tokenizer, rollout.stop_token_ids),
     )
-    micro_batching = _micro_batching(run.train)
     policy = build_policy(run, process, micro_batching, temperature=rollout.temperature)
     reference = None
     if run.needs_reference:
@@ -156,14 +177,17 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
         sync=InProcessSync(policy, engine),
         groups=GroupSampler(engine, rewards, prompts, cursor, sampling, rollout, run.seed, process),
         sampling=sampling,
-        evaluate=_evaluator(run, process, policy, tokenizer, engine),
+        evaluate=_evaluator(run, process, policy, tokenizer, models, engine),
     )
 
 
-def _pairs(run: DPORun, process: Process, tokenizer: Tokenizer) -> Batches:
+def _pairs(run: RewardModelRun | DPORun, process: Process, tokenizer: Tokenizer) -> Batches:
     def load(source: DataSource, setting: str) -> list[PreferencePair]:
         data = run.data
-        return load_preferences(source, tokenizer, data.max_length, data.overlong, setting)
+        margin_key = source.margin_key if isinstance(source, PairSource) else None
+        return load_preferences(
+            source, tokenizer, data.max_length, data.overlong, setting, margin_key
+        )
 
     return _batches(run, load, pack_preferences, process)
 
@@ -179,7 +203,7 @@ def _stop_ids(tokenizer: Tokenizer, more: Sequence[int] = ()) -> tuple[int, ...]
 
 
 def _batches(
-    run: SFTRun | DPORun,
+    run: StepRunBase,
     load: Callable[[DataSource, str], list[Row]],
     pack: Callable[[list[Row]], PackedBatch],
     process: Process,
@@ -276,6 +300,7 @@ def _evaluator(
     process: Process,
     policy: PolicyBackend,
     tokenizer: Tokenizer,
+    models: RewardModels | None = None,
     engine: RolloutEngine | None = None,
 ) -> Callable[[], dict[str, float]]:
     """What answers and scores held-out prompts; says nothing where the run has no evaluation."""
@@ -286,9 +311,16 @@ def _evaluator(
     prompts, setting = _evaluation_prompts(run, tokenizer)
     _check_answers(prompts, run.evaluation_rewards, run.evaluation_data, setting)
     max_tokens = run.evaluation_max_response_tokens
+    models = models or RewardModels(run, process, _micro_batching(run.train), tokenizer)
     evaluation = Evaluation(
         prompts=prompts[: settings.max_rows],
-        rewards=build_rewards(run.evaluation_rewards, max_tokens),
+        rewards=build_rewards(
+            run.evaluation_rewards,
+            max_tokens,
+            models.load,
+            "evaluation.rewards" if settings.rewards else "rewards",
+            in_evaluation=True,
+        ),
         sampling=Sampling(
             temperature=0.0,
             max_response_tokens=max_tokens,

@@ -55,16 +55,19 @@ def megatrons_own(calls):
 
 def step_job(layout, folder, batch, size, own):
     """Log-probs, metrics and gradient of a step; calls of Megatron's own attention."""
-    from rl_megatron.models import gpt
+    from rl_megatron.models import gpt_model
 
     calls = []
-    ours, gpt.CoreAttention = gpt.CoreAttention, megatrons_own(calls) if own else gpt.CoreAttention
+    ours, gpt_model.CoreAttention = (
+        gpt_model.CoreAttention,
+        megatrons_own(calls) if own else gpt_model.CoreAttention,
+    )
     try:
         backend = make_backend(
             folder, start(layout), SIZES[size], NO_CLIPPING, distributed_optimizer=False
         )
     finally:
-        gpt.CoreAttention = ours
+        gpt_model.CoreAttention = ours
     logprobs = backend.logprobs(batch)
     metrics = backend.train_step(batch, OBJECTIVE, lr=0.0)
     gradients = gradients_of(backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,17 +80,20 @@ def make_backend(
     distributed_optimizer: bool = True,
     one_pass: bool = False,
     moe_aux_loss_coeff: float = 0.0,
+    head: Tensor | None = None,
 ) -> MegatronBackend:
-    """A backend with the weights of a model folder."""
+    """A backend with the weights of a model folder; with a scalar `head` in place of its own."""
     # Here, so that the process of pytest does without Megatron.
     from rl_megatron.backends.megatron import MegatronBackend
     from rl_megatron.checkpoint.hf_load import load_hf_weights
     from rl_megatron.models.gpt import build_model
 
     shape = read_shape(folder)
+    if head is not None:
+        shape = replace(shape, scalar_head=True)
     rules = weight_rules(shape, VOCAB_DIVISOR)
     chunks = build_model(shape, process, dtype, VOCAB_DIVISOR, temperature, recompute)
-    load_hf_weights(chunks, rules, folder, process)
+    load_hf_weights(chunks, rules, folder, process, head=head)
     backend = MegatronBackend(
         chunks,
         rules,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rl_megatron.interfaces.batch import PackedBatch
 
@@ -20,6 +20,23 @@ def oracle_model(folder: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, local_files_only=True)
     model.set_experts_implementation("eager")  # The default of experts has no float64.
     return model.eval()
+
+
+@cache
+def oracle_reward_model(folder: Path) -> Any:
+    """The reward model of a folder in float64; shared, so never to be changed."""
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float64, local_files_only=True
+    )
+    return model.eval()
+
+
+def batch_scores(model: Any, batch: PackedBatch) -> Tensor:
+    """[N] score of each sequence, read by transformers; differentiable."""
+    sequences = batch.tokens.split(batch.lengths.tolist())
+    # Alone, without padding: transformers takes the last column where no token is padding.
+    model.config.pad_token_id = None
+    return torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
 
 
 def next_token_logprobs(model: Any, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -47,6 +48,7 @@ def make_tiny_hf(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     width: float = 0.25,
+    scalar_head: bool = False,
     **settings: Any,
 ) -> Path:
     """`folder` with a random model and a tokenizer of one token per character.
@@ -54,8 +56,8 @@ def make_tiny_hf(
     Weights, biases and norms are all random and wide enough that no distribution is flat. The
     odd vocabulary needs padding under any tensor parallelism. `rope`: e.g. `LLAMA3_ROPE`. `width`:
     standard deviation of the layers' matrices and biases; the larger, the sharper is attention,
-    and the further are two float32 implementations apart (1e-5 and more at 0.25). `settings`: more
-    of the config's.
+    and the further are two float32 implementations apart (1e-5 and more at 0.25). `scalar_head`: a
+    reward model. `settings`: more of the config's.
     """
     more: dict[str, Any] = {
         "llama": {"head_dim": 16},
@@ -85,7 +87,11 @@ def make_tiny_hf(
         eos_token_id=EOS,
         **more,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if scalar_head:
+        config.num_labels = 1
+        model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from rl_megatron.config import DPORun, GRPORun, SFTRun, load_run, parse_command_line
+from rl_megatron.config import (
+    DPORun,
+    GRPORun,
+    RewardModelRun,
+    SFTRun,
+    load_run,
+    parse_command_line,
+)
 from rl_megatron.config.schema import fields
 from rl_megatron.interfaces import metric_names
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-RUN_CLASSES = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun}
+RUN_CLASSES = {"sft": SFTRun, "reward_model": RewardModelRun, "dpo": DPORun, "grpo": GRPORun}
 READMES = sorted(RECIPES.glob("**/README.md"))
 
 METRICS = {value for name, value in vars(metric_names).items() if name.isupper()}
@@ -36,7 +43,8 @@ def keys_of(run_class):
 
 def test_each_folder_has_a_readme():
     assert {name_of(path) for path in READMES} == {
-        *("README.md", "sft/README.md", "grpo/README.md", "dpo/README.md")
+        "README.md",
+        *(f"{name}/README.md" for name in RUN_CLASSES),
     }
 
 

@@ -9,6 +9,7 @@ import yaml
 from rl_megatron.config import (
     DPORun,
     GRPORun,
+    RewardModelRun,
     SFTRun,
     build_run,
     check_model_fits,
@@ -18,7 +19,7 @@ from rl_megatron.config import (
 )
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-RUN_CLASSES = {"sft": SFTRun, "dpo": DPORun, "grpo": GRPORun}
+RUN_CLASSES = {"sft": SFTRun, "reward_model": RewardModelRun, "dpo": DPORun, "grpo": GRPORun}
 FILES = sorted(RECIPES.glob("**/*.yaml"))
 VARIANTS = sorted((RECIPES / "grpo/variants").glob("*.yaml"))
 
@@ -62,7 +63,7 @@ def name_of(path: Path) -> str:
 
 def test_each_algorithm_has_its_recipes():
     names = {name_of(path) for path in FILES}
-    assert {"sft/smollm2.yaml", "grpo/smollm2.yaml", "dpo/smollm2.yaml"} <= names
+    assert {f"{algorithm}/smollm2.yaml" for algorithm in RUN_CLASSES} <= names
     assert "grpo/grpo-qwen3-30b-a3b-4n8g-tp4pp2ep4.yaml" in names
     assert {"grpo/grpo-qwen3-8b-2n8g-tp4.yaml", "dpo/dpo-llama-3.1-70b-8n8g-tp8pp4.yaml"} <= names
 

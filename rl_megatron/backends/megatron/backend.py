@@ -34,14 +34,14 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching, plan_micro_batches
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.metric_names import LOSS_TOTAL
-from rl_megatron.interfaces.objective import Objective, Totals
+from rl_megatron.interfaces.objective import ModelOutput, Objective, Totals
 from rl_megatron.interfaces.protocols import PendingSave
 from rl_megatron.interfaces.weights import WeightRule
 from rl_megatron.kernels.linear_logprob import TokenGradient
 from rl_megatron.losses.aggregate import totals
 from rl_megatron.metrics.trace import trace
 from rl_megatron.models.balance import BalanceLoss
-from rl_megatron.models.gpt import PolicyModel
+from rl_megatron.models.gpt_model import HiddenStatesModel
 from rl_megatron.parallel import watchdog
 from rl_megatron.parallel.inference import inference_mode
 from rl_megatron.parallel.process import Process
@@ -52,10 +52,11 @@ LossShare = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]]
 
 
 class MegatronBackend:
-    """The `PolicyBackend` protocol on Megatron-Core.
+    """The `PolicyBackend` and `RewardBackend` protocols on Megatron-Core.
 
     Args:
-        chunks: This rank's part of the model (models/gpt.py), weights loaded.
+        chunks: This rank's part of the model (models/gpt.py), weights loaded; its head decides
+            whether the model has log-probs or scores.
         rules: All weights of the model by name (models/families).
         process: Where this rank stands.
         micro_batching: How sequences are put together for one forward pass.
@@ -67,7 +68,7 @@ class MegatronBackend:
 
     def __init__(
         self,
-        chunks: list[PolicyModel],
+        chunks: Sequence[HiddenStatesModel],
         rules: Sequence[WeightRule],
         process: Process,
         micro_batching: MicroBatching,
@@ -76,7 +77,7 @@ class MegatronBackend:
         one_pass: bool = False,
         moe_aux_loss_coeff: float = 0.0,
     ) -> None:
-        self.chunks = chunks
+        self.chunks = list(chunks)
         self.rules = rules
         self.process = process
         self.micro_batching = micro_batching
@@ -101,19 +102,21 @@ class MegatronBackend:
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Log-prob of every response token of the whole batch; see `PolicyBackend`."""
-        plan = self._plan(batch)
-        self._set_mode(train=False)
+        assert not self.chunks[0].shape.scalar_head, "a reward model has no log-probs"
         trace("log-probs", _ON_HOST, batch=batch)
-
-        def share(micro_batch: MicroBatch, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            return rows.new_zeros(()), {"logprobs": micro_batch.output(rows).logprobs}
-
-        with inference_mode():
-            outputs = self._run(batch, plan, share, forward_only=True)
         result = torch.zeros(batch.num_tokens, dtype=torch.float32)
-        if self._speaks:
-            for members, output in zip(plan, outputs, strict=True):
-                result[batch.token_index(members)] = output["logprobs"].float().cpu()
+        for members, output in self._outputs(batch):
+            result[batch.token_index(members)] = output.logprobs.float().cpu()
+        return self.process.all_reduce(result)
+
+    def scores(self, batch: PackedBatch) -> Tensor:
+        """The reward of every sequence of the whole batch; see `RewardScorer`."""
+        assert self.chunks[0].shape.scalar_head, "a policy has no scores"
+        trace("scores", _ON_HOST, batch=batch)
+        result = torch.zeros(batch.num_sequences, dtype=torch.float32)
+        for members, output in self._outputs(batch):
+            assert output.scores is not None
+            result[members] = output.scores.float().cpu()
         return self.process.all_reduce(result)
 
     def train_step(self, batch: PackedBatch, objective: Objective, lr: float) -> dict[str, float]:
@@ -180,6 +183,20 @@ class MegatronBackend:
         self.chunks = []
         self._optimizer = None
 
+    def _outputs(self, batch: PackedBatch) -> Iterator[tuple[list[int], ModelOutput]]:
+        """Sequences, and what the model says of them: all of them once over all ranks."""
+        plan = self._plan(batch)
+        self._set_mode(train=False)
+
+        def share(micro_batch: MicroBatch, rows: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            return rows.new_zeros(()), {"output": micro_batch.output(rows)}
+
+        with inference_mode():
+            outputs = self._run(batch, plan, share, forward_only=True)
+        if self._speaks:
+            for members, output in zip(plan, outputs, strict=True):
+                yield members, output["output"]
+
     @property
     def _speaks(self) -> bool:
         """Whether this rank's results count: one of those that computed them, on the last stage."""
@@ -210,7 +227,12 @@ class MegatronBackend:
         """Send the planned micro-batches through the model; what `share` said on the last stage."""
         layout = self.process.layout
         micro_batches = [
-            make_micro_batch(batch.select(members), self.process, self.micro_batching.packed)
+            make_micro_batch(
+                batch.select(members),
+                self.process,
+                self.micro_batching.packed,
+                self.chunks[0].shape.scalar_head,
+            )
             for members in plan
         ]
 

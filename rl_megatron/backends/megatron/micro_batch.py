@@ -15,7 +15,7 @@ from torch import Tensor
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import ModelOutput
 from rl_megatron.models.balance import Balance, BalanceLoss
-from rl_megatron.models.gpt import PolicyModel
+from rl_megatron.models.gpt_model import HiddenStatesModel
 from rl_megatron.models.sequence import SequenceContext, packed_context
 from rl_megatron.parallel.context import ContextSplit, gather_rows, split_tokens
 from rl_megatron.parallel.process import Process
@@ -36,6 +36,8 @@ class MicroBatch:
         targets: [M] id of that token, -1 where nobody asks; or this rank's part.
         cu_seqlens: Boundaries among the M tokens, on the host.
         split: How the M tokens lie on context-parallel ranks.
+        scored: Of a reward model: place of each sequence's last token among the M, -1 without
+            one. Its targets are 0 at these places.
     """
 
     batch: PackedBatch
@@ -45,8 +47,11 @@ class MicroBatch:
     targets: Tensor
     cu_seqlens: Tensor
     split: ContextSplit | None
+    scored: Tensor | None = None
 
-    def context(self, model: PolicyModel, balance: BalanceLoss | None = None) -> SequenceContext:
+    def context(
+        self, model: HiddenStatesModel, balance: BalanceLoss | None = None
+    ) -> SequenceContext:
         """What the layers of `model` need to know; their routers too, in a step with `balance`."""
         device = self.tokens.device
         context = packed_context(self.cu_seqlens, model.inverse_frequencies, device, self.split)
@@ -56,13 +61,18 @@ class MicroBatch:
         return context
 
     def output(self, rows: Tensor) -> ModelOutput:
-        """Log-probs and entropy [T] of the batch's tokens from the model's rows [2, M].
+        """Log-probs and entropy [T] of the batch's tokens from the model's rows [2, M], or the
+        scores [N] of its sequences from the rows [1, M] of a reward model.
 
         Under context parallelism every rank gets those of all tokens, so a loss may be any
         function of whole sequences.
         """
         if self.split is not None:
             rows = gather_rows(rows, self.split)
+        if self.scored is not None:
+            has_tokens = self.scored >= 0
+            scores = torch.where(has_tokens, rows[0, self.scored.clamp(min=0)], 0.0)
+            return ModelOutput.of_scores(scores)
         # What row t says goes to place t + 1. Rows without a target hold 0, so a first token gets
         # 0 from the row before it.
         shifted = torch.nn.functional.pad(rows, (1, 0))[:, self.place]
@@ -79,13 +89,16 @@ class MicroBatch:
         return segments
 
 
-def make_micro_batch(batch: PackedBatch, process: Process, packed: bool) -> MicroBatch:
+def make_micro_batch(
+    batch: PackedBatch, process: Process, packed: bool, scalar_head: bool = False
+) -> MicroBatch:
     """The micro-batch of all sequences of `batch` (on the host).
 
     Args:
         batch: May hold no sequence: the model then runs on padding alone.
         process: This rank; its layout says what the number of tokens must divide by.
         packed: Sequences end to end; otherwise each is padded to the longest.
+        scalar_head: For a reward model, which is asked at the last token of each sequence.
     """
     place, bounds = _lay_out(batch, packed)
     size = int(bounds[-1])
@@ -97,9 +110,14 @@ def make_micro_batch(batch: PackedBatch, process: Process, packed: bool) -> Micr
     predicted = torch.full((size + tail,), -1)
     targets = torch.full((size + tail,), -1)
     tokens[place] = batch.tokens
-    asked = torch.nonzero(batch.response_mask)[:, 0]
-    predicted[place[asked] - 1] = asked
-    targets[place[asked] - 1] = batch.tokens[asked]
+    scored = None
+    if scalar_head:
+        scored = _last_places(batch, place)
+        targets[scored[scored >= 0]] = 0
+    else:
+        asked = torch.nonzero(batch.response_mask)[:, 0]
+        predicted[place[asked] - 1] = asked
+        targets[place[asked] - 1] = batch.tokens[asked]
     split = None
     if process.layout.context > 1:
         assert process.context_group is not None
@@ -115,7 +133,16 @@ def make_micro_batch(batch: PackedBatch, process: Process, packed: bool) -> Micr
         targets=targets.to(process.device),
         cu_seqlens=bounds,
         split=split,
+        scored=None if scored is None else scored.to(process.device),
     )
+
+
+def _last_places(batch: PackedBatch, place: Tensor) -> Tensor:
+    """[N] place of the last token of each sequence, by its length; -1 for one without tokens."""
+    last = torch.full((batch.num_sequences,), -1)
+    has_tokens = batch.lengths > 0
+    last[has_tokens] = place[batch.cu_seqlens[1:][has_tokens] - 1]
+    return last
 
 
 def _lay_out(batch: PackedBatch, packed: bool) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,12 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.models.gpt import PolicyModel
+from rl_megatron.models.gpt_model import HiddenStatesModel
 
 
-def wrap_chunks(chunks: list[PolicyModel], distributed: bool) -> list[DistributedDataParallel]:
+def wrap_chunks(
+    chunks: list[HiddenStatesModel], distributed: bool
+) -> list[DistributedDataParallel]:
     """The chunks with fp32 gradient buffers, summed (never averaged) over data-parallel ranks."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed

@@ -46,10 +46,10 @@ _OPTIMIZER_FILE = "optimizer.pt"
 
 
 class TorchBackend:
-    """The `PolicyBackend` protocol on a transformers model.
+    """The `PolicyBackend` and `RewardBackend` protocols on a transformers model.
 
     Args:
-        folder: Hugging Face folder.
+        folder: Hugging Face folder, of a language model or of a reward model.
         process: This process, alone in its job.
         micro_batching: How sequences are put together for one forward pass.
         temperature: Logits are divided by it.
@@ -57,6 +57,7 @@ class TorchBackend:
         optimizer: Adam's settings; None for a frozen model.
         head_kernels: Implementation of `linear_logprob`.
         one_pass: Compute the gradient of the head in the forward pass, where the loss allows it.
+        head: A scalar head [1, H] in place of the folder's own, which makes it a reward model.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class TorchBackend:
         optimizer: OptimizerConfig | None = None,
         head_kernels: str = "auto",
         one_pass: bool = False,
+        head: Tensor | None = None,
     ) -> None:
         assert process.layout.world_size == 1, "the torch backend is one process"
         # Never in training mode: with dropout no ratio would be 1.
-        self.model = load_transformers_model(folder, dtype, process.device).eval()
+        self.model = load_transformers_model(folder, dtype, process.device, head).eval()
         self.model.requires_grad_(optimizer is not None)
         self.process = process
         self.micro_batching = micro_batching
@@ -88,8 +90,19 @@ class TorchBackend:
         """Log-prob of every response token of the whole batch; see `PolicyBackend`."""
         result = torch.zeros(batch.num_tokens, dtype=torch.float32)
         with torch.inference_mode():
-            for index, micro_batch in self._micro_batches(batch):
+            for members, micro_batch in self._micro_batches(batch):
+                index = batch.token_index(members)
                 result[index] = self._output(micro_batch).logprobs.float().cpu()
+        return result
+
+    def scores(self, batch: PackedBatch) -> Tensor:
+        """The reward of every sequence of the whole batch; see `RewardScorer`."""
+        result = torch.zeros(batch.num_sequences, dtype=torch.float32)
+        with torch.inference_mode():
+            for members, micro_batch in self._micro_batches(batch):
+                scores = self._output(micro_batch).scores
+                assert scores is not None, "a policy has no scores"
+                result[members] = scores.float().cpu()
         return result
 
     def train_step(self, batch: PackedBatch, objective: Objective, lr: float) -> dict[str, float]:
@@ -161,16 +174,16 @@ class TorchBackend:
         del self.model
         self._optimizer = None
 
-    def _micro_batches(self, batch: PackedBatch) -> Iterator[tuple[Tensor, PackedBatch]]:
-        """Micro-batches on the model's device, and where their tokens are in `batch`."""
+    def _micro_batches(self, batch: PackedBatch) -> Iterator[tuple[list[int], PackedBatch]]:
+        """Micro-batches on the model's device, and which sequences of `batch` they hold."""
         lengths = batch.lengths.tolist()
         for members in plan_micro_batches(lengths, batch.paired, 1, self.micro_batching)[0]:
             if any(lengths[i] for i in members):
-                part = batch.select(members)
-                yield batch.token_index(members), part.to(self.process.device)
+                yield members, batch.select(members).to(self.process.device)
 
     def _output(self, batch: PackedBatch, gradient: TokenGradient | None = None) -> ModelOutput:
-        """Log-probs and entropy of response tokens, 0 elsewhere, of a micro-batch on the device.
+        """Log-probs and entropy of response tokens, 0 elsewhere, of a micro-batch on the device;
+        the scores of its sequences, of a reward model.
 
         Padding stands to the right of every sequence, where causal attention does not look.
         """
@@ -178,20 +191,30 @@ class TorchBackend:
         hidden = self.model.base_model(padded, use_cache=False).last_hidden_state
         columns = torch.arange(padded.shape[1], device=padded.device)
         rows = hidden[columns < batch.lengths[:, None]]
+        head = self.model.get_output_embeddings()
+        if head is None:
+            return ModelOutput.of_scores(self._scores(rows, batch))
         # Row t speaks about token t + 1: the last row of a sequence about nothing.
         targets = torch.where(batch.response_mask, batch.tokens, -1)[1:]
-        head = self.model.get_output_embeddings().weight
         values = linear_logprob(
             rows[:-1],
-            head,
+            head.weight,
             targets,
             self.temperature,
-            head.shape[0],
+            head.weight.shape[0],
             implementation=self._head_kernels,
             token_gradient=gradient,
         )
         logprobs, entropy = (torch.nn.functional.pad(value, (1, 0)) for value in values)
         return ModelOutput(logprobs, entropy)
+
+    def _scores(self, rows: Tensor, batch: PackedBatch) -> Tensor:
+        """[N] float32 from hidden states [T, H]: each sequence's at its last token, 0 without."""
+        weight = self.model.score.weight[0].float()
+        has_tokens = batch.lengths > 0
+        last = (batch.cu_seqlens[1:] - 1)[has_tokens]
+        scores = weight.new_zeros(batch.num_sequences)
+        return scores.masked_scatter(has_tokens, rows[last].float() @ weight)
 
     def _optimizer_tensors(self) -> list[Tensor]:
         return [] if self._optimizer is None else self._optimizer.tensors()

@@ -10,8 +10,9 @@ from typing import Any
 FORMAT = 1
 """Of the files. A cache of another format is not read."""
 
-# Of a model's shape: what starts weights, or limits lengths, changes no log-prob.
-_NO_NUMBER = ("initializer_range", "max_position_embeddings")
+# Of a model's shape: what starts weights, or limits lengths, changes no log-prob; and a model with
+# a scalar head has none.
+_NO_NUMBER = ("initializer_range", "max_position_embeddings", "scalar_head")
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,13 @@ from typing import Any
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.weights import Split, WeightRule
+from rl_megatron.models.fresh_head import SCORE
 from rl_megatron.models.rope import parse_rope
 from rl_megatron.models.shape import ExpertShape, ModelShape
 from rl_megatron.models.split import GateUp, Qkv, Replicated, Sliced, Vocab
+
+CLASSIFIER = "ForSequenceClassification"
+"""How transformers' class of a reward model ends; what precedes it is the family."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,12 @@ class Family:
         hidden = shape.hidden_size
         vocab = Vocab(shape.vocab_size, hidden, make_vocab_size_divisible_by)
         embedding = ("model.embed_tokens.weight",)
-        head = embedding if shape.tie_word_embeddings else ("lm_head.weight",)
+        tied = shape.tie_word_embeddings
+        head = WeightRule(
+            embedding if tied else ("lm_head.weight",), "output_layer.weight", vocab, is_copy=tied
+        )
+        if shape.scalar_head:
+            head = WeightRule((SCORE,), "output_layer.weight", Replicated((1, hidden)))
         layers = (rule for i in range(shape.num_layers) for rule in self._layer_rules(shape, i))
         return (
             WeightRule(embedding, "embedding.word_embeddings.weight", vocab),
@@ -68,7 +77,7 @@ class Family:
             WeightRule(
                 ("model.norm.weight",), "decoder.final_layernorm.weight", Replicated((hidden,))
             ),
-            WeightRule(head, "output_layer.weight", vocab, is_copy=shape.tie_word_embeddings),
+            head,
         )
 
     def _layer_rules(self, shape: ModelShape, layer: int) -> Iterator[WeightRule]:
@@ -223,7 +232,22 @@ def decoder_shape(
         max_position_embeddings=positive(config, "max_position_embeddings"),
         initializer_range=float(config.get("initializer_range", 0.02)),
         experts=experts,
+        scalar_head=_has_scalar_head(config),
     )
+
+
+def _has_scalar_head(config: Mapping[str, Any]) -> bool:
+    """Whether it is a sequence classifier, which must have one label: a reward model."""
+    classifiers = [n for n in config.get("architectures") or () if n.endswith(CLASSIFIER)]
+    if not classifiers:
+        return False
+    labels = config.get("num_labels") or len(config.get("id2label") or ()) or 2
+    if labels != 1:
+        raise CheckpointError(
+            f"config.json: {classifiers[0]} has {labels} labels (num_labels, id2label): a reward "
+            "model gives one number. Use a model with num_labels 1."
+        )
+    return True
 
 
 def read_experts(

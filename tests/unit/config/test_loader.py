@@ -77,7 +77,7 @@ steps: 10
         "  evaluation.rows = 3 (command line): unknown key; did you mean 'max_rows'?",
         "  rollout.groupsize = 4 (run.yaml:9): unknown key; did you mean 'group_size'?",
         "  rewards.0.name = 'answer_tg' (run.yaml:11): must be one of math_answer, answer_tag, "
-        "format_tags, length, overlong, python; did you mean 'answer_tag'?",
+        "format_tags, length, overlong, python, reward_model; did you mean 'answer_tag'?",
         "  rewards.1.min_token = 3 (run.yaml:12): unknown key; did you mean 'min_tokens'?",
         '  rewards.2 = {"weight": 3} (run.yaml:13): has no `name`, which says what it is; add one',
         "  algorithm.kl_ctrl.target_kl: is required; set it: The KL of a response, summed over "

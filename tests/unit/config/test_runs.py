@@ -300,12 +300,27 @@ REWARD_COMPLAINTS = {
     "one name twice": (
         [{"name": "python", "path": "a.py:score"}, {"name": "python", "path": "b.py:score"}],
         "rewards.1.name = 'python': is recorded as 'score', and so is rewards.0; keep one of "
-        "them, or rename the function",
+        "them, rename the function, or give the reward model another label",
     ),
     "a path without a function": (
         [{"name": "python", "path": "rewards.py"}],
         "rewards.0.path = 'rewards.py': has the wrong form: `package.module:function` or "
         "`path/to/file.py:function`.",
+    ),
+    "two reward models under one label": (
+        [{"name": "reward_model", "path": "a"}, {"name": "reward_model", "path": "b"}],
+        "rewards.1.name = 'reward_model': is recorded as 'reward_model', and so is rewards.0; keep "
+        "one of them, rename the function, or give the reward model another label",
+    ),
+    "a fixed normalisation without numbers": (
+        [{"name": "reward_model", "path": "a", "normalize": "fixed"}],
+        "rewards.0.normalize = 'fixed': changes nothing without a mean or a std; set them, e.g. to "
+        "evaluation/rewards/mean and evaluation/rewards/std of the model's training",
+    ),
+    "numbers without a fixed normalisation": (
+        [{"name": "reward_model", "path": "a", "normalize": "batch", "mean": 1.0}],
+        "rewards.0.mean = 1.0: has no effect: it is for normalize fixed; set that, or remove this "
+        "key",
     ),
 }
 
@@ -314,6 +329,15 @@ REWARD_COMPLAINTS = {
 def test_rewards_that_do_not_fit(case):
     rewards, text = REWARD_COMPLAINTS[case]
     assert complaint(GRPORun, GRPO, rewards=rewards, rollout__max_response_tokens=100) == text
+
+
+def test_batches_drawn_in_parts_have_no_normalisation_of_their_own():
+    rewards = [{"name": "reward_model", "path": "a", "normalize": "batch"}]
+    text = complaint(GRPORun, GRPO, rewards=rewards, rollout__dynamic_sampling={})
+    assert text == (
+        "rewards.0.normalize = 'batch': with rollout.dynamic_sampling a batch is drawn in parts, "
+        "which would each be measured by its own mean; take fixed"
+    )
 
 
 def test_rw_09_a_buffer_as_long_as_the_maximum_is_accepted():

@@ -1,8 +1,8 @@
-"""Settings of SFT and DPO that must fit each other: the exact text of what a user is told."""
+"""Settings of SFT, reward models and DPO that must fit: the exact text of what a user is told."""
 
 import pytest
 
-from rl_megatron.config import DPORun, SFTRun, build_run
+from rl_megatron.config import DPORun, RewardModelRun, SFTRun, build_run
 from tests.helpers.minimal_runs import DPO, SFT, complaint, with_settings
 
 STEP_COMPLAINTS = {
@@ -178,3 +178,34 @@ def test_of_several_sets_the_one_whose_prompts_are_answered_is_named():
         "evaluation.data = null: data.eval has several sets; say whose prompts are answered by "
         "evaluation.data.path"
     )
+
+
+REWARD_MODEL_COMPLAINTS = {
+    "an evaluation": (
+        {"data__eval": {"path": "eval.jsonl"}, "evaluation": {"rewards": [{"name": "answer_tag"}]}},
+        "has no effect: a reward model answers no prompts; remove this section, and set data.eval "
+        "for its accuracy on held-out pairs",
+    ),
+    "a kernel of another head": (
+        {"kernels__linear_logprob": "cpu"},
+        "kernels.linear_logprob = 'cpu': has no effect: a reward model has a head of one row; "
+        "remove this key",
+    ),
+    "centering by nothing": (
+        {"loss__center_rewards_coefficient": 0.0},
+        "loss.center_rewards_coefficient = 0.0: must be above 0.0; without this key it is null",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REWARD_MODEL_COMPLAINTS)
+def test_reward_model_settings_that_do_not_fit(case):
+    settings, text = REWARD_MODEL_COMPLAINTS[case]
+    assert complaint(RewardModelRun, SFT, **settings).endswith(text)
+
+
+def test_only_a_reward_model_reads_margins():
+    key = {"data__train__margin_key": "margin"}
+    assert build_run(RewardModelRun, with_settings(SFT, **key)).data.train.margin_key == "margin"
+    assert build_run(RewardModelRun, SFT).data.train.margin_key is None
+    assert complaint(DPORun, DPO, **key).startswith("data.train.margin_key = 'margin': unknown key")

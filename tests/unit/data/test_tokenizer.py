@@ -7,7 +7,12 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_megatron.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from rl_megatron.data.tokenizer import (
+    Tokenizer,
+    check_same_tokens,
+    check_vocabulary,
+    load_tokenizer,
+)
 from rl_megatron.errors import DataError
 from tests.helpers.tiny_tokenizers import (
     CHATML,
@@ -242,3 +247,26 @@ def test_a_missing_template_file_is_named(tmp_path: Path) -> None:
     folder = save_longest_match(tmp_path, ["a"])
     with pytest.raises(DataError, match=r"model\.chat_template: .*none\.jinja cannot be read"):
         load_tokenizer(folder, tmp_path / "none.jinja")
+
+
+def test_a_model_that_reads_other_text_in_the_same_tokens_is_refused(tmp_path: Path) -> None:
+    ours = load_tokenizer(save_longest_match(tmp_path / "ours", ["a", "b"]))
+    more = load_tokenizer(save_longest_match(tmp_path / "more", ["a", "b", "c"]))
+    check_same_tokens(ours, ours, "rewards.0.path m")
+    check_same_tokens(ours, more, "rewards.0.path m")
+    with pytest.raises(DataError, match=r"token 5 is 'c' in .*/more and none in .*/ours"):
+        check_same_tokens(more, ours, "rewards.0.path m")
+    other = load_tokenizer(save_longest_match(tmp_path / "other", ["a", "c"]))
+    said = r"^rewards.0.path m has another tokenizer .*: token 4 is 'b' in .*/ours and 'c' in .*/o"
+    with pytest.raises(DataError, match=said):
+        check_same_tokens(ours, other, "rewards.0.path m")
+
+
+def test_sentencepiece_tokens_are_listed_with_those_of_the_config(
+    llama2: Tokenizer, tmp_path: Path
+) -> None:
+    listed = llama2.vocabulary()
+    assert sorted(listed.values()) == list(range(llama2.vocab_size))
+    check_same_tokens(llama2, llama2, "m")
+    with pytest.raises(DataError, match="has another tokenizer than the policy"):
+        check_same_tokens(llama2, load_tokenizer(save_characters(tmp_path)), "m")

@@ -97,3 +97,28 @@ def test_set_weights_says_which_expert_is_missing(tmp_path):
     del weights["model.layers.1.block_sparse_moe.experts.5.w3.weight"]
     with pytest.raises(CheckpointError, match=r"layers\.1\.block_sparse_moe\.experts\.5\.w3"):
         set_weights(model, weights.items())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_reward_model_is_loaded_whole_or_with_a_given_head(family, tmp_path):
+    folder = make_tiny_hf(tmp_path / "scorer", family, scalar_head=True)
+    expected = load_file(folder / "model.safetensors")
+    found = dict(named_weights(load_transformers_model(folder, torch.float32, CPU)))
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    language = make_tiny_hf(tmp_path / "language", family)
+    head = torch.arange(32.0)[None]
+    found = dict(named_weights(load_transformers_model(language, torch.float32, CPU, head)))
+    expected = load_file(language / "model.safetensors")
+    del expected["lm_head.weight"]
+    expected["score.weight"] = head
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_reward_model_without_its_head_is_an_error(tmp_path):
+    folder = make_tiny_hf(tmp_path, scalar_head=True)
+    rewrite(folder, lambda weights: weights.pop("score.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks score\.weight"):
+        load_transformers_model(folder, torch.float32, CPU)

@@ -5,10 +5,10 @@ import torch
 
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
-from rl_megatron.losses import dpo_objective, sft_objective
+from rl_megatron.losses import dpo_objective, reward_model_objective, sft_objective
 from rl_megatron.parallel.layout import Layout
 from rl_megatron.parallel.process import Process
-from rl_megatron.runtime.evaluation import Evaluation, held_out_metrics
+from rl_megatron.runtime.evaluation import Evaluation, held_out_metrics, reward_metrics
 from rl_megatron.runtime.score import NamedReward
 from tests.helpers.packed import packed
 
@@ -110,3 +110,36 @@ def test_held_out_pairs_of_dpo():
         },
         rel=1e-6,
     )
+
+
+class Scorer:
+    """Gives the scores that it was given."""
+
+    def __init__(self, *scores):
+        self.given = torch.tensor(scores)
+
+    def scores(self, batch):
+        return self.given
+
+
+def test_a_reward_model_on_held_out_pairs_with_the_scale_of_its_scores():
+    """Margins 1 and -1; the third pair has an empty side and is no part of anything."""
+    batch = packed([[0, 1], [0, 1, 1], [0, 1], [0, 1], [0, 1], [0, 0]], paired=True)
+    model = Scorer(2.0, 1.0, -1.0, 0.0, 50.0, 70.0)
+    found = reward_metrics(model, reward_model_objective(), {"": batch})
+    loss = (math.log1p(math.exp(-1)) + math.log1p(math.exp(1))) / 2
+    assert found == pytest.approx(
+        {
+            "evaluation/loss/total": loss,
+            "evaluation/loss/reward_model": loss,
+            "evaluation/rewards/chosen": 0.5,
+            "evaluation/rewards/rejected": 0.5,
+            "evaluation/rewards/margins": 0.0,
+            "evaluation/rewards/accuracies": 0.5,
+            # Of 2, 1, -1, 0: squared deviations 2.25, 0.25, 2.25, 0.25 over n - 1 = 3.
+            "evaluation/rewards/mean": 0.5,
+            "evaluation/rewards/std": math.sqrt(5 / 3),
+        }
+    )
+    named = reward_metrics(model, reward_model_objective(), {"easy": batch})
+    assert named["evaluation/easy/rewards/accuracies"] == 0.5

@@ -1,4 +1,5 @@
 import errno
+import json
 import logging
 import os
 import signal
@@ -9,7 +10,7 @@ import torch
 
 from rl_megatron.checkpoint.publish import read_pointer
 from rl_megatron.checkpoint.run_state import read_run_state
-from rl_megatron.config import GRPORun, SFTRun, build_run, dump_run
+from rl_megatron.config import GRPORun, RewardModelRun, SFTRun, build_run, dump_run
 from rl_megatron.config.base import resolved
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.interfaces.records import Prompt, Rollout
@@ -290,3 +291,18 @@ def test_rollouts_are_written_as_many_as_asked_for(tmp_path, task):
             job.record(number, {"loss/total": 1.0})
     written = list(read_jsonl(tmp_path / "rollouts.jsonl"))
     assert [(row["sample_index"], row["reward"]) for row in written] == [(0, 1.0), (2, 1.0)]
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_reward_model_is_saved_as_one(backend, tmp_path, task):
+    given = {"backend": backend, "model__path": str(task / "model"), "output_dir": str(tmp_path)}
+    run = build_run(RewardModelRun, with_settings(SFT, logging__tensorboard=False, **given))
+    with Job.start(run, "reward_model", {}) as job:
+        job.resume(Policy())
+        for number in job.rounds(1):
+            job.record(number, {"loss/total": 1.0})
+    folder = tmp_path / "checkpoints/iter_0000001"
+    described = folder / "hf" if backend == "megatron" else folder
+    config = json.loads((described / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+    assert (described / "conversion.json").exists() == (backend == "megatron")
