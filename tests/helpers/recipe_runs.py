@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config import DPORun, GRPORun, SFTRun
+from rl_megatron.config import DPORun, GRPORun, RewardModelRun, SFTRun
 from tests.helpers.pool import ROOT
 
-RUN_CLASSES = {"sft": SFTRun, "grpo": GRPORun, "dpo": DPORun}
+RUN_CLASSES = {"sft": SFTRun, "reward_model": RewardModelRun, "grpo": GRPORun, "dpo": DPORun}
 
 # Groups of a model that has learned nothing differ in it, as they do not in right answers.
 REWARD = """
@@ -58,13 +58,17 @@ def settings(recipe: str, task: Path) -> dict[str, Any]:
     rows = ("sft.jsonl", "sft.jsonl") if recipe == "sft" else PREFERENCES
     if recipe == "dpo":
         run["reference"] = {"cache": str(task / "ref_cache")}
-    return run | {
+    run |= {
         "data": {
             "train": {"path": str(task / rows[0])},
             "eval": {"path": str(task / rows[1])},
             "max_length": 64,
         },
         "train": {"num_steps": 4, "global_batch_size": 8, "save_interval": 2},
+    }
+    if recipe == "reward_model":
+        return run | {"loss": {"center_rewards_coefficient": 0.01}}
+    return run | {
         "evaluation": evaluation | {"rewards": [{"name": "answer_tag"}]},
     }
 

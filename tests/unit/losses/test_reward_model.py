@@ -114,6 +114,17 @@ def test_a_pair_without_a_response_counts_nothing_whatever_its_scores_are(hidden
     assert run(objective, batch, scores, parts)[0] == pytest.approx(want, rel=1e-12)
 
 
+def test_dpo_09_two_valid_pairs_and_an_invalid_one_are_the_mean_of_two():
+    # Losses 0.4 and 0.6: the margin of loss l is -ln(e^l - 1).
+    first, second = (-math.log(math.exp(loss) - 1) for loss in (0.4, 0.6))
+    scores = torch.tensor([first, 0.0, 9.0, 9.0, second, 0.0])
+    batch = pairs(3, empty=[2])
+    for parts in (None, [[2, 3], [0, 1, 4, 5]], [[0, 1], [2, 3], [4, 5]]):
+        loss, metrics, _ = run(reward_model_objective(), batch, scores, parts)
+        assert loss == pytest.approx(0.5, abs=1e-6)
+        assert metrics["rewards/margins"] == pytest.approx((first + second) / 2, abs=1e-6)
+
+
 def test_equal_scores_are_not_accurate_and_cost_ln_2():
     loss, metrics, _ = run(reward_model_objective(), pairs(2), torch.full((4,), 0.3))
     assert loss == pytest.approx(math.log(2))
