@@ -11,7 +11,7 @@ import torch
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import Objective
-from rl_megatron.losses import dpo_objective, grpo_objective, sft_objective
+from rl_megatron.losses import dpo_objective, grpo_objective, kto_objective, sft_objective
 from rl_megatron.losses.aggregate import LOSS_AGG_MODES
 from rl_megatron.losses.rollout_is import correct_for_rollout
 from rl_megatron.parallel.layout import Layout
@@ -82,6 +82,7 @@ def _cases() -> Iterator[Case]:
             yield Case(f"IS {kind}", mode, grpo_objective(**common), weights=weights)
     for name, settings in DPO_LOSSES.items():
         yield Case(name, "pairs", dpo_objective(beta=0.1, **settings), paired=True)
+    yield Case("KTO", "responses", kto_objective(beta=0.1, desirable_weight=1.33, kl=0.5))
     yield Case("SFT", "token-mean", sft_objective())
 
 

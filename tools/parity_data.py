@@ -110,6 +110,7 @@ def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
         "advantages": 1 + noise[3],
     }
     pairs = pack_preferences([PreferencePair(i, *pair) for i, pair in enumerate(sides)])
+    batch = batch.with_fields(desirable=torch.arange(batch.num_sequences) % 2 == 0)
     return {False: batch.with_fields(**fields), True: pairs.with_fields(**fields)}
 
 

@@ -1,16 +1,17 @@
-"""Reference caches of DPO: built ahead of a run, checked, looked at, tidied.
+"""Reference caches of DPO and KTO: built ahead of a run, checked, looked at, tidied.
 
-    python tools/ref_cache.py build CONFIG.yaml [key.path=value ...]
+    python tools/ref_cache.py build [--recipe kto] CONFIG.yaml [key.path=value ...]
     python tools/ref_cache.py verify FOLDER
     python tools/ref_cache.py inspect FOLDER
     python tools/ref_cache.py gc FOLDER [--delete]
 
-build computes the reference's log-probs of all rows of a DPO run, train and held-out, on the
-layout of the run: start as many ranks with torchrun as it has. Killed, it goes on where it was, on
-any number of ranks; shards that are damaged are set aside and computed again. The other commands
-need no model; FOLDER is a cache, or a folder of caches such as runs/ref_cache. gc lists what does
-not count (of killed writers, set aside, or never published) and removes it with --delete; not
-while something is being built there. Exits with 1 if verify finds damage, with 2 after a mistake.
+build computes the reference's log-probs of all rows of a run of DPO, or of KTO with --recipe kto,
+train and held-out, on the layout of the run: start as many ranks with torchrun as it has. Killed,
+it goes on where it was, on any number of ranks; shards that are damaged are set aside and computed
+again. The other commands need no model; FOLDER is a cache, or a folder of caches such as
+runs/ref_cache. gc lists what does not count (of killed writers, set aside, or never published) and
+removes it with --delete; not while something is being built there. Exits with 1 if verify finds
+damage, with 2 after a mistake.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from rl_megatron import log
 from rl_megatron.checkpoint.ref_cache import clean, read_manifest, verify_files
 from rl_megatron.checkpoint.ref_cache.manifest import MANIFEST_FILE
 from rl_megatron.checkpoint.ref_cache.shard import PATTERN
-from rl_megatron.config import DPORun, load_run
+from rl_megatron.config import DPORun, KTORun, load_run
 from rl_megatron.errors import CheckpointError, ConfigError, RLMegatronError
 from rl_megatron.parallel.process import stop, world_size_from_environment
+
+RUN_CLASSES: dict[str, type[DPORun] | type[KTORun]] = {"dpo": DPORun, "kto": KTORun}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,8 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True)
     build = commands.add_parser("build", help="compute what the cache of a run lacks")
-    build.add_argument("config", type=Path, help="YAML of a DPO run")
+    build.add_argument("config", type=Path, help="YAML of a run")
     build.add_argument("overrides", nargs="*", metavar="key.path=value")
+    build.add_argument("--recipe", choices=RUN_CLASSES, default="dpo", help="whose run it is")
     build.set_defaults(command=_build)
     for name, command, said in (
         ("verify", _verify, "read every byte and compare it with its checksum"),
@@ -69,8 +73,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _build(options: argparse.Namespace) -> int:
-    run = load_run(DPORun, options.config, options.overrides)
-    if run.loss.is_reference_free or not run.reference.precompute_ref_logprobs:
+    run = load_run(RUN_CLASSES[options.recipe], options.config, options.overrides)
+    if not (run.needs_reference and run.reference.precompute_ref_logprobs):
         raise ConfigError(
             f"{options.config} has no use for a reference cache: loss.loss_type is "
             f"{run.loss.loss_type} and reference.precompute_ref_logprobs "

@@ -23,7 +23,7 @@ def parse_command_line(
     """The run that the command line asks for.
 
     Args:
-        run_class: SFTRun, DPORun or GRPORun.
+        run_class: One of `config/runs.py`.
         description: What the recipe does, for --help.
         argv: The arguments, the program's name left out; default: those of this process.
 

@@ -26,7 +26,7 @@ class DataSource(Strict):
     """Field with the prompt: text, or a list of chat messages."""
 
     response_key: str = "response"
-    """Field with the response (SFT)."""
+    """Field with the response (SFT, KTO)."""
 
     chosen_key: str = "chosen"
     """Field with the better response (DPO, reward model)."""
@@ -42,6 +42,27 @@ class DataSource(Strict):
         if self.path.endswith(".jsonl"):
             return {"split": Idle("a .jsonl file has no splits; remove this key", ("path",))}
         return {}
+
+
+class JudgedSource(DataSource):
+    """Responses that are each desirable or not."""
+
+    label_key: str = "label"
+    """Field that says whether the response is desirable: true or false."""
+
+    unpair: bool = False
+    """Rows are preference pairs, and each gives two: chosen is desirable, rejected is not."""
+
+    def idle(self) -> Mapping[str, Idle]:
+        """The fields of the other kind of rows."""
+        idle = dict(super().idle())
+        if self.unpair:
+            reason = "unpair is true: pairs have chosen and rejected; remove this key"
+            keys = ("response_key", "label_key")
+        else:
+            reason = "unpair is false: rows have one response; set it to true, or remove this key"
+            keys = ("chosen_key", "rejected_key")
+        return idle | dict.fromkeys(keys, Idle(reason, ("unpair",)))
 
 
 class DataConfig(Strict):
@@ -92,6 +113,17 @@ class PairDataConfig(ResponseDataConfig):
 
     eval: OneOrNamed[PairSource] | None = None
     """Held-out rows, or several sets of them by name."""
+
+
+class JudgedDataConfig(ResponseDataConfig):
+    """Rows with responses and verdicts."""
+
+    train: JudgedSource
+    """Rows to train on."""
+
+    eval: OneOrNamed[JudgedSource] | None = None
+    """Held-out rows; or several sets of them, {name: {path: ...}, ...}, names of letters, digits, _
+    and -. Metrics of a set are evaluation/<name>/..."""
 
 
 class PromptDataConfig(DataConfig):

@@ -11,6 +11,7 @@ from rl_megatron.config.base import Idle, Problem, Strict
 
 KLEstimator = Literal["k1", "k2", "k3"]
 LossMode = Literal["vanilla", "gspo", "cispo"]
+UnpairedLossType = Literal["kto", "apo_zero_unpaired"]
 PairLossType = Literal["sigmoid", "sigmoid_norm", "robust", "hinge", "ipo", "simpo", "orpo"]
 
 # Losses of a pair: those that average log-probs over the tokens of a response instead of summing
@@ -154,3 +155,21 @@ class DPOLossConfig(Strict):
         if self.loss_type == "orpo":
             idle["rpo_alpha"] = off
         return idle
+
+
+class KTOLossConfig(Strict):
+    """The loss of a response that is desirable or not."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the pull towards the reference."""
+
+    loss_type: UnpairedLossType = "kto"
+    """kto: rewards are measured from the KL of policy and reference, eq. 7 and 8 of its paper.
+    apo_zero_unpaired: from 0, which costs no KL; for data that are better than the model."""
+
+    desirable_weight: PositiveFloat = 1.0
+    """Weight of a desirable response. Its paper: number times weight of the desirable ones between
+    1 and 4/3 of that of the undesirable ones."""
+
+    undesirable_weight: PositiveFloat = 1.0
+    """Weight of an undesirable response."""

@@ -42,6 +42,19 @@ class PreferencePair:
     margin: float | None = None
 
 
+@dataclass(frozen=True)
+class JudgedExample(Example):
+    """A response with a verdict.
+
+    Attributes:
+        desirable: The verdict.
+        borrowed_ids: A response to the prompt of another row, for the KL of KTO; empty: none.
+    """
+
+    desirable: bool
+    borrowed_ids: tuple[int, ...] = ()
+
+
 def fit_rendered(
     row_id: int,
     rendered: RenderedExample,

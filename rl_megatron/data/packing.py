@@ -13,9 +13,9 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 import torch
 
-from rl_megatron.data.examples import Example, PreferencePair
+from rl_megatron.data.examples import Example, JudgedExample, PreferencePair
 from rl_megatron.errors import ConfigError, RolloutError
-from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.batch import JudgedBatch, PackedBatch
 from rl_megatron.interfaces.records import Rollout
 
 TokenIds = Sequence[int]
@@ -57,6 +57,15 @@ def pack_preferences(pairs: Sequence[PreferencePair]) -> PackedBatch:
         return batch
     assert len(margins) == batch.num_sequences, "margins are given for all pairs or for none"
     return batch.with_fields(margins=torch.tensor(margins, dtype=torch.float32))
+
+
+def pack_judged(examples: Sequence[JudgedExample]) -> JudgedBatch:
+    """The examples in order, with their verdicts; and the same prompts with borrowed responses."""
+    verdicts = torch.tensor([example.desirable for example in examples], dtype=torch.bool)
+    rows = pack_sft(examples).with_fields(desirable=verdicts)
+    if not any(example.borrowed_ids for example in examples):
+        return JudgedBatch(rows)
+    return JudgedBatch(rows, _pack([(e.prompt_ids, e.borrowed_ids) for e in examples]))
 
 
 def pack_rollouts(

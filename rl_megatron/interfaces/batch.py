@@ -23,6 +23,7 @@ _TOKEN_FIELDS = (
     "rollout_logprobs",
     "ref_logprobs",
 )
+_SEQUENCE_FIELDS = ("margins", "desirable")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class PackedBatch:
             rl_megatron/README.md; None where the algorithm has no use for them.
         margins: By how much the reward of chosen is to exceed that of rejected, the same on both
             sequences of a pair; None: by nothing.
+        desirable: KTO's verdict on each response; None elsewhere.
 
     Example:
         Two sequences [5, 6, 7] and [8, 9]; the responses are [7] and [9]:
@@ -61,15 +63,18 @@ class PackedBatch:
     rollout_logprobs: Float[Tensor, " T"] | None = None
     ref_logprobs: Float[Tensor, " T"] | None = None
     margins: Float[Tensor, " N"] | None = None
+    desirable: Bool[Tensor, " N"] | None = None
 
     def __post_init__(self) -> None:
         num_tokens = self.tokens.shape[0]
         assert int(self.cu_seqlens[0]) == 0 and int(self.cu_seqlens[-1]) == num_tokens
         assert self.sequence_ids.shape[0] == self.num_sequences
-        assert self.margins is None or self.margins.shape == self.sequence_ids.shape
         for name in _TOKEN_FIELDS:
             value = getattr(self, name)
             assert value is None or value.shape == (num_tokens,), f"{name} must be [{num_tokens}]"
+        for name in _SEQUENCE_FIELDS:
+            value = getattr(self, name)
+            assert value is None or value.shape == self.sequence_ids.shape, f"{name} must be [N]"
 
     @property
     def num_tokens(self) -> int:
@@ -114,8 +119,8 @@ class PackedBatch:
             self,
             cu_seqlens=bounds,
             sequence_ids=self.sequence_ids[chosen],
-            margins=None if self.margins is None else self.margins[chosen],
             **self._per_token(index),
+            **self._per_sequence(chosen),
         )
 
     def at_tokens(self, index: Int[Tensor, " n"]) -> PackedBatch:
@@ -126,6 +131,7 @@ class PackedBatch:
             sequence_ids=torch.zeros(1, dtype=torch.int64, device=index.device),
             paired=False,
             margins=None,
+            desirable=None,
             **self._per_token(index),
         )
 
@@ -145,3 +151,26 @@ class PackedBatch:
     def _per_token(self, index: Tensor) -> dict[str, Any]:
         values = {"tokens": self.tokens} | {name: getattr(self, name) for name in _TOKEN_FIELDS}
         return {n: None if value is None else value[index] for n, value in values.items()}
+
+    def _per_sequence(self, index: Tensor) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in _SEQUENCE_FIELDS}
+        return {n: None if value is None else value[index] for n, value in values.items()}
+
+
+@dataclass(frozen=True)
+class JudgedBatch:
+    """What KTO sees of a mini-batch.
+
+    Attributes:
+        rows: Responses with their verdicts.
+        mismatched: The same prompts, each with a response to another prompt; None where no KL is
+            measured.
+    """
+
+    rows: PackedBatch
+    mismatched: PackedBatch | None = None
+
+    @property
+    def parts(self) -> list[PackedBatch]:
+        """Everything that a reference is asked about."""
+        return [self.rows] if self.mismatched is None else [self.rows, self.mismatched]

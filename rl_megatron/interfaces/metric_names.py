@@ -13,6 +13,7 @@ LOSS_DPO = "loss/dpo"
 LOSS_NLL = "loss/nll"
 LOSS_REWARD_MODEL = "loss/reward_model"
 LOSS_CENTERING = "loss/centering"
+LOSS_KTO = "loss/kto"
 # Balance over experts, summed over layers: their number where every sequence gives all the same.
 LOSS_MOE_BALANCE = "loss/moe_balance"
 
@@ -50,6 +51,10 @@ LOGPS_REJECTED = "logps/rejected"
 # Of a reward model over all held-out responses, chosen and rejected.
 REWARDS_MEAN = "rewards/mean"
 REWARDS_STD = "rewards/std"
+
+# KTO: the KL that rewards are measured from, per response. Its rewards and log-probs are per
+# desirable (chosen) and per undesirable (rejected) response.
+KL = "kl"
 
 # The rewards of a rollout batch, over the rollouts that were scored. `reward/<name>` is the mean of
 # each reward by itself.

@@ -40,11 +40,13 @@ class Totals:
         num_tokens: Tokens under the response mask.
         num_sequences: Sequences with at least one such token.
         num_pairs: Pairs of which both sides have at least one such token (0 if not paired).
+        num_desirable: Of the sequences, those that are desirable (0 if there are no verdicts).
     """
 
     num_tokens: int
     num_sequences: int
     num_pairs: int
+    num_desirable: int = 0
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,10 @@ def totals(batch: PackedBatch) -> Totals:
     """Counts over the whole mini-batch: the denominators of its metrics."""
     num_valid = segment_sum(batch.response_mask, batch.cu_seqlens)
     pairs = valid_pairs(batch.cu_seqlens, batch.response_mask) if batch.paired else None
+    desirable = None if batch.desirable is None else batch.desirable & (num_valid > 0)
     return Totals(
         num_tokens=int(batch.response_mask.sum()),
         num_sequences=int((num_valid > 0).sum()),
         num_pairs=0 if pairs is None else int(pairs.sum()),
+        num_desirable=0 if desirable is None else int(desirable.sum()),
     )

@@ -17,7 +17,7 @@ from rl_megatron.checkpoint.hf_files import read_records
 from rl_megatron.checkpoint.writer_results import results_queue
 from rl_megatron.config.layout import check_model_fits, check_world_size
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.config.runs import DPORun, GRPORun, RunBase
+from rl_megatron.config.runs import GRPORun, ReferencedRun, RunBase
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from rl_megatron.errors import CheckpointError, ConfigError
@@ -236,7 +236,7 @@ def _build_megatron(
 
 
 def build_reference(
-    run: DPORun | GRPORun,
+    run: ReferencedRun | GRPORun,
     process: Process,
     micro_batching: MicroBatching,
     policy: PolicyBackend,
@@ -250,7 +250,7 @@ def build_reference(
 
 
 def waiting_reference(
-    run: DPORun | GRPORun,
+    run: ReferencedRun | GRPORun,
     process: Process,
     micro_batching: MicroBatching,
     policy: PolicyBackend,

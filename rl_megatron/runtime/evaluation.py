@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from rl_megatron.interfaces import metric_names as names
-from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.batch import JudgedBatch, PackedBatch
 from rl_megatron.interfaces.objective import ModelOutput, Objective
 from rl_megatron.interfaces.protocols import (
     PolicyBackend,
@@ -19,6 +19,7 @@ from rl_megatron.interfaces.protocols import (
 )
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
 from rl_megatron.losses.aggregate import totals
+from rl_megatron.losses.kto import baseline_kl
 from rl_megatron.losses.sums import counted_tokens, segment_sum
 from rl_megatron.parallel.process import Process
 from rl_megatron.runtime.rollout_batch import score_together
@@ -77,6 +78,37 @@ def held_out_metrics(
         for name, batch in held_out.items()
         for metric, value in objective_metrics(policy, reference, objective, batch).items()
     }
+
+
+def held_out_kto_metrics(
+    policy: PolicyBackend,
+    reference: Scorer,
+    objective_at: Callable[[float], Objective],
+    held_out: Mapping[str, JudgedBatch],
+) -> dict[str, float]:
+    """The same of KTO, each set with a KL of its own.
+
+    Args:
+        policy: The model at work.
+        reference: What it is compared with.
+        objective_at: The objective at a KL.
+        held_out: All rows of each set, by its name.
+    """
+    found: dict[str, float] = {}
+    for name, batch in held_out.items():
+        kl = mismatch_kl(policy, reference, batch)
+        metrics = objective_metrics(policy, reference, objective_at(kl), batch.rows)
+        found |= {in_evaluation(name, m): v for m, v in {**metrics, names.KL: kl}.items()}
+    return found
+
+
+def mismatch_kl(policy: PolicyBackend, reference: Scorer, batch: JudgedBatch) -> float:
+    """`baseline_kl` of the whole batch, equal on all ranks; 0 where it has none. Collective."""
+    if batch.mismatched is None:
+        return 0.0
+    mismatched = batch.mismatched
+    scored = mismatched.with_fields(ref_logprobs=reference.logprobs(mismatched))
+    return baseline_kl(scored, policy.logprobs(mismatched))
 
 
 def in_evaluation(name: str, metric: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rl_megatron.config.runs import DPORun, GRPORun
+from rl_megatron.config.runs import DPORun, GRPORun, KTORun, ReferencedRun
 from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.losses.preference import ImplicitRewards, pair_loss
@@ -50,7 +50,21 @@ def check_first_dpo_step(run: DPORun, metrics: Mapping[str, float]) -> None:
     )
 
 
-def _reference_is_start(run: DPORun | GRPORun) -> bool:
+def check_first_kto_step(run: KTORun, metrics: Mapping[str, float]) -> None:
+    """Raise NumericsError unless an equal reference gave rewards of 0 and a KL of 0."""
+    if not _reference_is_start(run) or metrics[names.OPTIMIZER_SKIPPED]:
+        return
+    zero = (names.REWARDS_CHOSEN, names.REWARDS_REJECTED, names.KL)
+    _check(
+        metrics,
+        {name: 0.0 for name in zero if name in metrics},
+        _TOLERANCE[run.model.dtype],
+        "policy and reference are the same model. Look for dropout, log-probs of other rows, or a "
+        "layout whose ranks hold other weights",
+    )
+
+
+def _reference_is_start(run: ReferencedRun | GRPORun) -> bool:
     return run.reference.path in (None, run.model.path)
 
 

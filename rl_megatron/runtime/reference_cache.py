@@ -22,7 +22,7 @@ from rl_megatron.checkpoint.ref_cache import (
     check_fingerprint,
     make_fingerprint,
 )
-from rl_megatron.config.runs import DPORun
+from rl_megatron.config.runs import ReferencedRun
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.errors import CheckpointError, NumericsError
 from rl_megatron.interfaces.batch import PackedBatch
@@ -80,7 +80,7 @@ class LazyScorer:
 
 
 def reference_scorer(
-    run: DPORun,
+    run: ReferencedRun,
     process: Process,
     micro_batching: MicroBatching,
     policy: PolicyBackend | None = None,
@@ -95,7 +95,7 @@ def reference_scorer(
 
 
 def cached_reference(
-    run: DPORun,
+    run: ReferencedRun,
     process: Process,
     scorer: LazyScorer,
     chunks: Callable[[], Iterator[PackedBatch]],
@@ -130,7 +130,7 @@ def cached_reference(
 
 
 def complete_cache(
-    run: DPORun,
+    run: ReferencedRun,
     process: Process,
     scorer: LazyScorer,
     chunks: Callable[[], Iterator[PackedBatch]],
@@ -148,7 +148,7 @@ def complete_cache(
     return _checked(run, cache, scorer, chunks)
 
 
-def cache_folder(run: DPORun, fingerprint: Fingerprint) -> Path:
+def cache_folder(run: ReferencedRun, fingerprint: Fingerprint) -> Path:
     """Where the cache of a run is."""
     if run.reference.cache is not None:
         return Path(run.reference.cache)
@@ -158,7 +158,7 @@ def cache_folder(run: DPORun, fingerprint: Fingerprint) -> Path:
 def _build(
     folder: Path,
     fingerprint: Fingerprint,
-    run: DPORun,
+    run: ReferencedRun,
     process: Process,
     scorer: LazyScorer,
     chunks: Callable[[], Iterator[PackedBatch]],
@@ -190,7 +190,7 @@ def _build(
 
 
 def _checked(
-    run: DPORun,
+    run: ReferencedRun,
     cache: RefCache,
     scorer: LazyScorer,
     chunks: Callable[[], Iterator[PackedBatch]],
@@ -203,7 +203,7 @@ def _checked(
 
 
 def _verify_rows(
-    run: DPORun,
+    run: ReferencedRun,
     cache: RefCache,
     scorer: LazyScorer,
     chunks: Callable[[], Iterator[PackedBatch]],
@@ -230,7 +230,7 @@ def _verify_rows(
         )
 
 
-def _fingerprint(run: DPORun, process: Process, scorer: LazyScorer) -> Fingerprint:
+def _fingerprint(run: ReferencedRun, process: Process, scorer: LazyScorer) -> Fingerprint:
     source = resolve_model_folder(
         Path(run.reference.path or run.model.path),
         "reference.path" if run.reference.path else "model.path",

@@ -5,22 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from rl_megatron.checkpoint.ref_cache import RefCache
-from rl_megatron.config.data import DataSource, PairSource
+from rl_megatron.config.data import DataSource, JudgedSource, PairSource
 from rl_megatron.config.rewards import RewardConfig
-from rl_megatron.config.runs import DPORun, GRPORun, RewardModelRun, RunBase, SFTRun, StepRunBase
+from rl_megatron.config.runs import (
+    DPORun,
+    GRPORun,
+    KTORun,
+    ReferencedRun,
+    RewardModelRun,
+    RunBase,
+    SFTRun,
+    StepRunBase,
+)
 from rl_megatron.config.train import TrainBase
-from rl_megatron.data.examples import Example, PreferencePair
-from rl_megatron.data.packing import MicroBatching, pack_preferences, pack_sft
+from rl_megatron.data.examples import Example, JudgedExample, PreferencePair
+from rl_megatron.data.packing import MicroBatching, pack_judged, pack_preferences, pack_sft
 from rl_megatron.data.preferences import load_preferences
 from rl_megatron.data.prompts import load_prompts
 from rl_megatron.data.sampler import PositionSampler, RowCursor, data_digest
 from rl_megatron.data.sft import load_sft
 from rl_megatron.data.tokenizer import Tokenizer
+from rl_megatron.data.unpaired import borrow_responses, load_unpaired
 from rl_megatron.errors import DataError
-from rl_megatron.interfaces.batch import PackedBatch
+from rl_megatron.interfaces.batch import JudgedBatch, PackedBatch
 from rl_megatron.interfaces.protocols import (
     PolicyBackend,
     RewardBackend,
@@ -49,14 +59,15 @@ from rl_megatron.runtime.reward_models import RewardModels, build_reward_model
 from rl_megatron.runtime.score import build_rewards
 from rl_megatron.weight_sync import InProcessSync
 
-Row = TypeVar("Row", Example, PreferencePair)
+Row = TypeVar("Row", Example, PreferencePair, JudgedExample)
+Batch = TypeVar("Batch", PackedBatch, JudgedBatch)
 
 # Of a part of the data that is scored together, for each data-parallel rank.
 _ROWS_PER_RANK = 128
 
 
 @dataclass(frozen=True)
-class Batches:
+class Batches(Generic[Batch]):
     """Mini-batches of a data set, one for each optimiser step.
 
     Attributes:
@@ -69,9 +80,9 @@ class Batches:
 
     num_steps: int
     cursor: RowCursor
-    next: Callable[[], PackedBatch]
-    held_out: Mapping[str, PackedBatch]
-    everything: Callable[[], Iterator[PackedBatch]]
+    next: Callable[[], Batch]
+    held_out: Mapping[str, Batch]
+    everything: Callable[[], Iterator[Batch]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ class SFTTask:
     """See `build_sft`."""
 
     policy: PolicyBackend
-    batches: Batches
+    batches: Batches[PackedBatch]
     evaluate: Callable[[], dict[str, float]]
 
 
@@ -88,7 +99,7 @@ class RewardModelTask:
     """See `build_reward_task`."""
 
     model: RewardBackend
-    batches: Batches
+    batches: Batches[PackedBatch]
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,18 @@ class DPOTask:
 
     policy: PolicyBackend
     reference: Scorer | None
-    batches: Batches
+    batches: Batches[PackedBatch]
+    evaluate: Callable[[], dict[str, float]]
+    drift: KLSnapshot | None
+
+
+@dataclass(frozen=True)
+class KTOTask:
+    """See `build_kto`."""
+
+    policy: PolicyBackend
+    reference: Scorer
+    batches: Batches[JudgedBatch]
     evaluate: Callable[[], dict[str, float]]
     drift: KLSnapshot | None
 
@@ -139,16 +161,33 @@ def build_dpo(run: DPORun, process: Process) -> DPOTask:
     batches = _pairs(run, process, tokenizer)
     micro_batching = _micro_batching(run.train)
     policy = build_policy(run, process, micro_batching)
-    reference = _pair_reference(run, process, micro_batching, policy, batches)
+    reference = None
+    if run.needs_reference:
+        reference = _scored_once(run, process, micro_batching, policy, batches.everything)
     drift = _drift(run, process, policy, tokenizer) if run.watches_drift else None
     return DPOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer), drift)
 
 
-def build_reference_cache(run: DPORun, process: Process) -> RefCache:
+def build_kto(run: KTORun, process: Process) -> KTOTask:
+    """Policy, reference, and responses with verdicts."""
+    tokenizer = build_tokenizer(run)
+    batches = _judged(run, process, tokenizer)
+    micro_batching = _micro_batching(run.train)
+    policy = build_policy(run, process, micro_batching)
+    reference = _scored_once(run, process, micro_batching, policy, _all_parts(batches))
+    drift = _drift(run, process, policy, tokenizer) if run.watches_drift else None
+    return KTOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer), drift)
+
+
+def build_reference_cache(run: DPORun | KTORun, process: Process) -> RefCache:
     """The reference cache of a run, every row in it, before the run. Collective."""
-    batches = _pairs(run, process, build_tokenizer(run))
+    tokenizer = build_tokenizer(run)
+    if isinstance(run, KTORun):
+        everything = _all_parts(_judged(run, process, tokenizer))
+    else:
+        everything = _pairs(run, process, tokenizer).everything
     scorer = reference_scorer(run, process, _micro_batching(run.train))
-    return complete_cache(run, process, scorer, batches.everything)
+    return complete_cache(run, process, scorer, everything)
 
 
 def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
@@ -181,7 +220,9 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
     )
 
 
-def _pairs(run: RewardModelRun | DPORun, process: Process, tokenizer: Tokenizer) -> Batches:
+def _pairs(
+    run: RewardModelRun | DPORun, process: Process, tokenizer: Tokenizer
+) -> Batches[PackedBatch]:
     def load(source: DataSource, setting: str) -> list[PreferencePair]:
         data = run.data
         margin_key = source.margin_key if isinstance(source, PairSource) else None
@@ -190,6 +231,23 @@ def _pairs(run: RewardModelRun | DPORun, process: Process, tokenizer: Tokenizer)
         )
 
     return _batches(run, load, pack_preferences, process)
+
+
+def _judged(run: KTORun, process: Process, tokenizer: Tokenizer) -> Batches[JudgedBatch]:
+    def load(source: DataSource, setting: str) -> list[JudgedExample]:
+        assert isinstance(source, JudgedSource), "a run of KTO has no other"
+        data = run.data
+        rows = load_unpaired(source, tokenizer, data.max_length, data.overlong, setting)
+        if run.loss.loss_type == "apo_zero_unpaired":
+            return rows
+        return borrow_responses(rows, data.max_length, setting)
+
+    return _batches(run, load, pack_judged, process)
+
+
+def _all_parts(batches: Batches[JudgedBatch]) -> Callable[[], Iterator[PackedBatch]]:
+    """Rows and mismatched responses alike, for a reference."""
+    return lambda: (part for batch in batches.everything() for part in batch.parts)
 
 
 def _micro_batching(train: TrainBase) -> MicroBatching:
@@ -205,9 +263,9 @@ def _stop_ids(tokenizer: Tokenizer, more: Sequence[int] = ()) -> tuple[int, ...]
 def _batches(
     run: StepRunBase,
     load: Callable[[DataSource, str], list[Row]],
-    pack: Callable[[list[Row]], PackedBatch],
+    pack: Callable[[list[Row]], Batch],
     process: Process,
-) -> Batches:
+) -> Batches[Batch]:
     rows = load(run.data.train, "data.train")
     size = run.train.global_batch_size
     cursor = _cursor(run, rows)
@@ -221,7 +279,7 @@ def _batches(
     }
     part = _ROWS_PER_RANK * process.layout.data
 
-    def everything() -> Iterator[PackedBatch]:
+    def everything() -> Iterator[Batch]:
         for some in (rows, *held_out.values()):
             for start in range(0, len(some), part):
                 yield pack(some[start : start + part])
@@ -252,24 +310,26 @@ def _check_answers(
         )
 
 
-def _pair_reference(
-    run: DPORun,
+def _scored_once(
+    run: ReferencedRun,
     process: Process,
     micro_batching: MicroBatching,
     policy: PolicyBackend,
-    batches: Batches,
-) -> Scorer | None:
-    """What gives reference log-probs, if the loss reads any; call it before the first step."""
-    if run.loss.is_reference_free:
-        return None
+    everything: Callable[[], Iterator[PackedBatch]],
+) -> Scorer:
+    """What gives reference log-probs; call it before the first step.
+
+    Args:
+        everything: All that it will be asked about, in parts.
+    """
     if not run.reference.precompute_ref_logprobs:
         return build_reference(run, process, micro_batching, policy)
     scorer = reference_scorer(run, process, micro_batching, policy)
-    return cached_reference(run, process, scorer, batches.everything)
+    return cached_reference(run, process, scorer, everything)
 
 
 def _drift(
-    run: DPORun, process: Process, policy: PolicyBackend, tokenizer: Tokenizer
+    run: ReferencedRun, process: Process, policy: PolicyBackend, tokenizer: Tokenizer
 ) -> KLSnapshot:
     """What measures the KL to the reference; call it before the first step."""
     assert run.evaluation is not None, "config sees to it"

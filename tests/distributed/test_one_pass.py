@@ -121,3 +121,42 @@ def test_the_torch_backend_takes_one_pass_too(folder):
     assert found[True][0] == pytest.approx(found[False][0], rel=1e-6)
     for name, weight in found[False][1].items():
         torch.testing.assert_close(found[True][1][name], weight, atol=1e-6, rtol=1e-5)
+
+
+def built_job(folder, batch, backend, one_pass):
+    """Rows done twice in a step of a model built from its settings, and which kernels it asked."""
+    from rl_megatron.config import SFTRun, build_run
+    from rl_megatron.kernels import linear_logprob
+    from rl_megatron.runtime.build import build_policy
+    from tests.helpers.minimal_runs import SFT, with_settings
+
+    process = start("tp1")
+    settings = {
+        "backend": backend,
+        "model__path": str(folder),
+        "kernels": {"linear_logprob": "torch", "one_pass": one_pass},
+    }
+    run = build_run(SFTRun, with_settings(SFT, **settings))
+    policy = build_policy(run, process, MicroBatching(micro_batch_size=3))
+    asked = set()
+    row_kernels = linear_logprob.row_kernels
+
+    def noted(name, *arguments):
+        asked.add(name)
+        return row_kernels(name, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        recomputed = count_recomputed(patch)
+        patch.setattr(linear_logprob, "row_kernels", noted)
+        policy.train_step(batch, sft_objective(), lr=0.0)
+    policy.close()
+    return sum(recomputed), asked
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_the_settings_of_kernels_reach_the_head(pool, folder, backend, one_pass):
+    batch = lopsided_batch(folder, paired=False)
+    ((rows, asked),) = pool(1).run(built_job, folder, batch, backend, one_pass)
+    assert asked == {"torch"}
+    assert rows == (0 if one_pass else int(batch.response_mask.sum()))

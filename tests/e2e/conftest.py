@@ -10,6 +10,7 @@ from tests.helpers.recipe_runs import (
     REWARD,
     RUN_CLASSES,
     TENSOR_2,
+    execute,
     run_recipe,
     write_yaml,
 )
@@ -80,3 +81,12 @@ def dpo(task, runs, after_sft):
 def dpo_dp2(task, runs, after_sft):
     swapped = "reference={precompute_ref_logprobs: false, placement: swapped}"
     return run_recipe("dpo", task, runs / "dpo_dp2", after_sft, swapped, ranks=2)
+
+
+@pytest.fixture(scope="session")
+def kto(task, runs):
+    cache = f"reference.cache={runs / 'kto_cache'}"
+    words = ("build", "--recipe", "kto", task / "kto.yaml", cache)
+    done = execute("tools/ref_cache.py", *words, ranks=2)
+    assert done.returncode == 0, done.stderr
+    return run_recipe("kto", task, runs / "kto", cache, "reference.build_cache=false")

@@ -17,6 +17,7 @@ ROUNDING = {"rollout/mismatch_kl", "rollout/mismatch_max_abs"}
 PHASES = {
     "sft": {"update"},
     "dpo": {"ref_logprobs", "update"},
+    "kto": {"ref_logprobs", "kl", "update"},
     "grpo": {"generate", "score", "old_logprobs", "ref_logprobs", "update"},
 }
 
@@ -35,7 +36,7 @@ def assert_same_numbers(rows, others, relative=1e-5, floors=None):
             assert other[name] == pytest.approx(value, rel=relative, abs=least), name
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "grpo", "dpo", "kto"])
 def test_a_run_leaves_its_folder(name, request):
     run = request.getfixturevalue(name)
     files = {"config.yaml", "metrics.jsonl", "tensorboard", "logs", "checkpoints", "curve.png"}
@@ -63,11 +64,11 @@ def test_config_yaml_is_the_resolved_run(name, request):
     assert (run.folder / "config.yaml").read_text() == dump_run(resolved)
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "grpo", "dpo", "kto"])
 def test_metrics_are_finite_and_named(name, request):
     everything = request.getfixturevalue(name).rows
     *rounds, evaluation = [row for row in everything if "drift/kl" not in row]
-    steps = {"sft": [1, 2, 3, 4], "dpo": [1, 2, 3, 4], "grpo": [4, 8]}[name]
+    steps = [4, 8] if name == "grpo" else [1, 2, 3, 4]
     assert [row["step"] for row in rounds] == steps
     assert evaluation["step"] == steps[-1]
     for row in rounds:
@@ -78,10 +79,15 @@ def test_metrics_are_finite_and_named(name, request):
     for row in (*rounds, evaluation):
         assert all(math.isfinite(value) for value in row.values())
     answered = {"evaluation/greedy_reward", "evaluation/sampled_reward"}
-    if name == "dpo":
+    if name in ("dpo", "kto"):
         (drift,) = [row for row in everything if "drift/kl" in row]
         assert drift["step"] == 4 and drift["drift/kl"] > drift["drift/kl_per_token"] > 0
-    held_out = {"sft": {"loss/nll"}, "dpo": {"loss/dpo", "rewards/accuracies"}, "grpo": set()}[name]
+    held_out = {
+        "sft": {"loss/nll"},
+        "dpo": {"loss/dpo", "rewards/accuracies"},
+        "kto": {"loss/kto", "rewards/chosen", "rewards/margins", "kl"},
+        "grpo": set(),
+    }[name]
     assert answered | {f"evaluation/{metric}" for metric in held_out} <= evaluation.keys()
 
 
@@ -95,6 +101,16 @@ def test_dpo_starts_at_ln_2_and_moves(dpo):
     assert first["loss/dpo"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
     assert evaluation["evaluation/rewards/margins"] != 0
+
+
+def test_kto_starts_at_half_of_its_weights_and_moves(kto):
+    first, *_, last = [row for row in kto.rows if "loss/kto" in row]
+    assert first["loss/kto"] == pytest.approx(0.5, abs=1e-6)
+    for name in ("rewards/chosen", "rewards/rejected", "kl"):
+        assert first[name] == pytest.approx(0.0, abs=1e-5)
+    assert last["kl"] > 0.01 and last["rewards/margins"] != 0
+    # Rows and mismatched rows alike were built ahead, by two ranks.
+    assert "no reference is held" in kto.log and "reference log-probs 1/" not in kto.log
 
 
 def test_grpo_writes_rollouts_to_read(grpo):

@@ -17,6 +17,8 @@ SFT: dict[str, Any] = {
 
 DPO: dict[str, Any] = SFT
 
+KTO: dict[str, Any] = SFT
+
 GRPO: dict[str, Any] = SFT | {
     "rewards": [{"name": "answer_tag"}],
     "train": {"num_rollout_batches": 10},

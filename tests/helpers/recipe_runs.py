@@ -9,10 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config import DPORun, GRPORun, RewardModelRun, SFTRun
+from rl_megatron.config import DPORun, GRPORun, KTORun, RewardModelRun, SFTRun
 from tests.helpers.pool import ROOT
 
-RUN_CLASSES = {"sft": SFTRun, "reward_model": RewardModelRun, "grpo": GRPORun, "dpo": DPORun}
+RUN_CLASSES = {
+    "sft": SFTRun,
+    "reward_model": RewardModelRun,
+    "grpo": GRPORun,
+    "dpo": DPORun,
+    "kto": KTORun,
+}
 
 # Groups of a model that has learned nothing differ in it, as they do not in right answers.
 REWARD = """
@@ -56,12 +62,13 @@ def settings(recipe: str, task: Path) -> dict[str, Any]:
             "evaluation": evaluation,
         }
     rows = ("sft.jsonl", "sft.jsonl") if recipe == "sft" else PREFERENCES
-    if recipe == "dpo":
+    if recipe in ("dpo", "kto"):
         run["reference"] = {"cache": str(task / "ref_cache")}
+    more = {"unpair": True} if recipe == "kto" else {}
     run |= {
         "data": {
-            "train": {"path": str(task / rows[0])},
-            "eval": {"path": str(task / rows[1])},
+            "train": {"path": str(task / rows[0])} | more,
+            "eval": {"path": str(task / rows[1])} | more,
             "max_length": 64,
         },
         "train": {"num_steps": 4, "global_batch_size": 8, "save_interval": 2},

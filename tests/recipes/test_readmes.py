@@ -9,6 +9,7 @@ import pytest
 from rl_megatron.config import (
     DPORun,
     GRPORun,
+    KTORun,
     RewardModelRun,
     SFTRun,
     load_run,
@@ -18,7 +19,13 @@ from rl_megatron.config.schema import fields
 from rl_megatron.interfaces import metric_names
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-RUN_CLASSES = {"sft": SFTRun, "reward_model": RewardModelRun, "dpo": DPORun, "grpo": GRPORun}
+RUN_CLASSES = {
+    "sft": SFTRun,
+    "reward_model": RewardModelRun,
+    "dpo": DPORun,
+    "kto": KTORun,
+    "grpo": GRPORun,
+}
 READMES = sorted(RECIPES.glob("**/README.md"))
 
 METRICS = {value for name, value in vars(metric_names).items() if name.isupper()}

@@ -9,6 +9,7 @@ import yaml
 from rl_megatron.config import (
     DPORun,
     GRPORun,
+    KTORun,
     RewardModelRun,
     SFTRun,
     build_run,
@@ -19,7 +20,13 @@ from rl_megatron.config import (
 )
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-RUN_CLASSES = {"sft": SFTRun, "reward_model": RewardModelRun, "dpo": DPORun, "grpo": GRPORun}
+RUN_CLASSES = {
+    "sft": SFTRun,
+    "reward_model": RewardModelRun,
+    "dpo": DPORun,
+    "kto": KTORun,
+    "grpo": GRPORun,
+}
 FILES = sorted(RECIPES.glob("**/*.yaml"))
 VARIANTS = sorted((RECIPES / "grpo/variants").glob("*.yaml"))
 

@@ -77,16 +77,7 @@ def agreed_manifest(folder: Path, process: Process) -> Manifest | None:
     Raises:
         CheckpointError: As `read_manifest`, on all ranks.
     """
-    found: Manifest | CheckpointError | None = None
-    if process.is_main:
-        try:
-            found = read_manifest(folder)
-        except CheckpointError as error:
-            found = error
-    found = process.gather(found)[0]
-    if isinstance(found, CheckpointError):
-        raise found
-    return found
+    return process.from_main(lambda: read_manifest(folder))
 
 
 def check_fingerprint(manifest: Manifest | None, fingerprint: Fingerprint, folder: Path) -> None:

@@ -15,6 +15,9 @@ from rl_megatron.checkpoint.ref_cache import (
     make_fingerprint,
     read_manifest,
 )
+from rl_megatron.checkpoint.ref_cache.index import MISSING, Index
+from rl_megatron.checkpoint.ref_cache.rows import sortable
+from rl_megatron.checkpoint.ref_cache.shard import Rows
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.models.shape import ModelShape, RopeSettings
@@ -108,6 +111,15 @@ def test_equal_rows_are_kept_once(tmp_path):
     cache = open_cache(tmp_path)
     assert cache.manifest.num_rows == 1
     assert torch.equal(cache.logprobs(twice), values(twice))
+
+
+def test_rows_whose_keys_agree_in_their_first_half_are_told_apart():
+    keys = np.frombuffer(b"same....one....." + b"same....two.....", dtype=np.uint8).reshape(2, 16)
+    shard = Rows(keys, np.array([0, 1, 2]), np.zeros(2, dtype=np.float32))
+    index = Index(sortable(keys), np.array([[0, 0], [0, 1]], dtype=np.int32))
+    third = np.frombuffer(b"same....three...", dtype=np.uint8).reshape(1, 16)
+    found = index.find(np.concatenate([keys[::-1], third]), [shard])
+    assert found.tolist() == [[0, 1], [0, 0], [MISSING, MISSING]]
 
 
 def test_dpo_03_a_changed_token_or_mask_is_another_row(tmp_path):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rl_megatron.config import GRPORun, SFTRun, build_run, dump_run, load_run
+from rl_megatron.config import GRPORun, KTORun, SFTRun, build_run, dump_run, load_run
 from rl_megatron.errors import ConfigError
-from tests.helpers.minimal_runs import GRPO, SFT, with_settings
+from tests.helpers.minimal_runs import GRPO, KTO, SFT, with_settings
 
 MINIMAL = """\
 name: a-run
@@ -248,6 +248,11 @@ ROUND_TRIPS = {
         SFTRun,
         SFT,
         {"data__eval": {"easy": {"path": "e.jsonl"}, "2-hard": {"path": "o/h", "split": "test"}}},
+    ),
+    "kto on pairs": (
+        KTORun,
+        KTO,
+        {"data__train__unpair": True, "data__eval": {"a": {"path": "a.jsonl"}}},
     ),
     "grpo": (GRPORun, GRPO, {}),
     "grpo with everything": (

@@ -379,8 +379,8 @@ WHOLE_SEQUENCES = {
         DPORun,
         DPO,
         {},
-        "kernels.one_pass = true: has no effect: the loss of a pair is known only after both its "
-        "sequences; remove this key",
+        "kernels.one_pass = true: has no effect: a loss of whole responses is known only after all "
+        "their tokens; remove this key",
     ),
     "gspo": (
         GRPORun,

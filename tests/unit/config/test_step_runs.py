@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl_megatron.config import DPORun, RewardModelRun, SFTRun, build_run
-from tests.helpers.minimal_runs import DPO, SFT, complaint, with_settings
+from rl_megatron.config import DPORun, KTORun, RewardModelRun, SFTRun, build_run
+from tests.helpers.minimal_runs import DPO, KTO, SFT, complaint, with_settings
 
 STEP_COMPLAINTS = {
     "no length": (
@@ -36,7 +36,7 @@ STEP_COMPLAINTS = {
 }
 
 
-@pytest.mark.parametrize("run_class", [SFTRun, DPORun])
+@pytest.mark.parametrize("run_class", [SFTRun, DPORun, KTORun])
 @pytest.mark.parametrize("case", STEP_COMPLAINTS)
 def test_sft_and_dpo_settings_that_do_not_fit(case, run_class):
     settings, text = STEP_COMPLAINTS[case]
@@ -109,6 +109,66 @@ DPO_COMPLAINTS = {
 def test_dpo_10_an_option_that_a_loss_ignores_is_refused(case):
     settings, text = DPO_COMPLAINTS[case]
     assert complaint(DPORun, DPO, **settings) == text
+
+
+KTO_COMPLAINTS = {
+    "smoothing, which it does not have": (
+        {"loss__label_smoothing": 0.1},
+        "loss.label_smoothing = 0.1: unknown key; known here: beta, loss_type, desirable_weight, "
+        "undesirable_weight",
+    ),
+    "a margin, which it does not have": (
+        {"loss__simpo_gamma": 0.5},
+        "loss.simpo_gamma = 0.5: unknown key; known here: beta, loss_type, desirable_weight, "
+        "undesirable_weight",
+    ),
+    "a loss of pairs": (
+        {"loss__loss_type": "sigmoid"},
+        "loss.loss_type = 'sigmoid': must be one of kto, apo_zero_unpaired",
+    ),
+    "a weight that takes all of one kind out": (
+        {"loss__undesirable_weight": 0.0},
+        "loss.undesirable_weight = 0.0: must be above 0.0; without this key it is 1.0",
+    ),
+    "a kernel": (
+        {"kernels__losses": "triton"},
+        "kernels.losses = 'triton': has no effect: KTO works on one number a response, by torch; "
+        "remove this key",
+    ),
+    "one pass": (
+        {"kernels__one_pass": True},
+        "kernels.one_pass = true: has no effect: a loss of whole responses is known only after all "
+        "their tokens; remove this key",
+    ),
+    "a field of pairs": (
+        {"data__train__chosen_key": "good"},
+        "data.train.chosen_key = 'good': has no effect: unpair is false: rows have one response; "
+        "set it to true, or remove this key",
+    ),
+    "a verdict on pairs": (
+        {"data__train__unpair": True, "data__train__label_key": "good"},
+        "data.train.label_key = 'good': has no effect: unpair is true: pairs have chosen and "
+        "rejected; remove this key",
+    ),
+    "a split of a file": (
+        {"data__eval": {"easy": {"path": "e.jsonl", "split": "test"}}},
+        "data.eval.easy.split = 'test': has no effect: a .jsonl file has no splits; remove this "
+        "key",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KTO_COMPLAINTS)
+def test_what_kto_does_not_read_is_refused(case):
+    settings, text = KTO_COMPLAINTS[case]
+    assert complaint(KTORun, KTO, **settings) == text
+
+
+def test_kto_has_the_drift_and_the_reference_of_dpo():
+    assert complaint(KTORun, KTO, drift__num_prompts=8).startswith("drift = ")
+    run = build_run(KTORun, KTO)
+    assert run.needs_reference and not run.watches_drift
+    assert not build_run(DPORun, with_settings(DPO, loss__loss_type="orpo")).needs_reference
 
 
 def test_dpo_label_smoothing_stays_below_a_half():

@@ -4,11 +4,23 @@ import pytest
 import torch
 
 from rl_megatron.interfaces import metric_names as names
+from rl_megatron.interfaces.batch import JudgedBatch
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
-from rl_megatron.losses import dpo_objective, reward_model_objective, sft_objective
+from rl_megatron.losses import (
+    dpo_objective,
+    kto_objective,
+    reward_model_objective,
+    sft_objective,
+)
 from rl_megatron.parallel.layout import Layout
 from rl_megatron.parallel.process import Process
-from rl_megatron.runtime.evaluation import Evaluation, held_out_metrics, reward_metrics
+from rl_megatron.runtime.evaluation import (
+    Evaluation,
+    held_out_kto_metrics,
+    held_out_metrics,
+    mismatch_kl,
+    reward_metrics,
+)
 from rl_megatron.runtime.score import NamedReward
 from tests.helpers.packed import packed
 
@@ -143,3 +155,30 @@ def test_a_reward_model_on_held_out_pairs_with_the_scale_of_its_scores():
     )
     named = reward_metrics(model, reward_model_objective(), {"easy": batch})
     assert named["evaluation/easy/rewards/accuracies"] == 0.5
+
+
+def test_held_out_rows_of_kto_with_a_kl_of_each_set():
+    policy, reference = Model(0.0, -1.0, 0.0, -4.0), Model(0.0, -2.0, 0.0, -3.0)
+    rows = packed([[0, 1], [0, 1]], desirable=torch.tensor([True, False]))
+    # Mismatched: the first response alone, whose log-ratio is 1; then none at all.
+    sets = {"a": JudgedBatch(rows, packed([[0, 1], [0, 0]])), "b": JudgedBatch(rows)}
+    metrics = held_out_kto_metrics(
+        policy, reference, lambda kl: kto_objective(beta=0.5, kl=kl), sets
+    )
+    above = lambda x: 1 / (1 + math.exp(x))  # noqa: E731 - 1 - sigmoid(x)
+    # Log-ratios are 1 and -1; the KL is 1 or 0.
+    losses = {"a": (above(0.0) + above(1.0)) / 2, "b": above(0.5)}
+    expected = {}
+    for name, kl in (("a", 1.0), ("b", 0.0)):
+        expected |= {
+            f"evaluation/{name}/loss/total": losses[name],
+            f"evaluation/{name}/loss/kto": losses[name],
+            f"evaluation/{name}/rewards/chosen": 0.5,
+            f"evaluation/{name}/rewards/rejected": -0.5,
+            f"evaluation/{name}/rewards/margins": 1.0,
+            f"evaluation/{name}/logps/chosen": -1.0,
+            f"evaluation/{name}/logps/rejected": -4.0,
+            f"evaluation/{name}/kl": kl,
+        }
+    assert metrics == pytest.approx(expected, rel=1e-6)
+    assert mismatch_kl(policy, reference, sets["a"]) == 1.0

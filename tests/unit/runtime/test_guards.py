@@ -2,11 +2,15 @@ import math
 
 import pytest
 
-from rl_megatron.config import DPORun, GRPORun, build_run
+from rl_megatron.config import DPORun, GRPORun, KTORun, build_run
 from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces import metric_names as names
-from rl_megatron.runtime.guards import check_first_dpo_step, check_first_grpo_step
-from tests.helpers.minimal_runs import DPO, GRPO, with_settings
+from rl_megatron.runtime.guards import (
+    check_first_dpo_step,
+    check_first_grpo_step,
+    check_first_kto_step,
+)
+from tests.helpers.minimal_runs import DPO, GRPO, KTO, with_settings
 
 LN_2 = math.log(2)
 WITH_KL = {"loss__use_kl_loss": True}
@@ -30,10 +34,16 @@ def dpo(margin=0.0, loss=LN_2, skipped=0.0, **settings):
     check_first_dpo_step(build_run(DPORun, with_settings(DPO, **settings)), metrics)
 
 
+def kto(chosen=0.0, kl=0.0, skipped=0.0, **settings):
+    metrics = {names.REWARDS_CHOSEN: chosen, names.KL: kl, names.OPTIMIZER_SKIPPED: skipped}
+    check_first_kto_step(build_run(KTORun, with_settings(KTO, **settings)), metrics)
+
+
 def test_what_holds_passes():
     grpo(ratio=1 + 5e-5)
     grpo(kl=5e-5, **WITH_KL)
     dpo(margin=-5e-5, loss=LN_2 + 5e-5)
+    kto(chosen=-5e-5, kl=5e-5)  # A mini-batch without undesirable responses.
 
 
 @pytest.mark.parametrize("ratio", [1.001, 0.999, math.nan])
@@ -62,6 +72,20 @@ def test_dpo_that_does_not_start_at_ln_2_stops_the_run(broken, said):
         dpo(**broken)
     dpo(**broken, reference__path="models/other")
     dpo(**broken, skipped=1.0)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"chosen": 0.001}, "rewards/chosen is 0.001 .* must be 0 "),
+        ({"kl": 0.002}, "kl is 0.002 .* must be 0 "),
+    ],
+)
+def test_kto_that_does_not_start_at_0_stops_the_run(broken, said):
+    with pytest.raises(NumericsError, match=said):
+        kto(**broken)
+    kto(**broken, reference__path="models/other")
+    kto(**broken, skipped=1.0)
 
 
 # Losses at margin 0; ipo's is (1 / (2 beta))^2.

@@ -127,7 +127,7 @@ def test_every_loss_under_every_aggregation_on_every_axis():
     for case in CASES:
         aggregations.setdefault(case.loss, []).append(case.aggregation)
     assert list(aggregations.values()).count(list(LOSS_AGG_MODES)) == 7
-    assert len(aggregations) == 7 + 4 + 1
+    assert len(aggregations) == 7 + 4 + 2
     layouts = [row.layout for row in ROWS]
     for axis in ("tensor", "pipeline", "virtual", "context", "expert", "data"):
         assert max(getattr(layout, axis) for layout in layouts) == 2
