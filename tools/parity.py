@@ -2,11 +2,12 @@
 
     python tools/parity.py [--only TP2] [--dtype float32]
 
-Makes two small checkpoints, one of them with experts, and a batch of ragged sequences. Takes one
-step, in float32, of every loss under every aggregation: on one rank, in one micro-batch, without
-packing, and then in every row of tools/parity_cases.py. Prints the worst difference of a
-parameter's gradient, relative to its norm, and exits with 1 if a gradient is further off than 2e-5,
-or the loss or another metric further than 1e-6 (relative; of numbers below 1e-3, relative to 1e-3).
+Makes small checkpoints, one of them with experts and one with a scalar head, and a batch of ragged
+sequences. Takes one step, in float32, of every loss under every aggregation: on one rank, in one
+micro-batch, without packing, and then in every row of tools/parity_cases.py. Prints the worst
+difference of a parameter's gradient, relative to its norm, and exits with 1 if a gradient is
+further off than 2e-5, or the loss or another metric further than 1e-6 (relative; of numbers below
+1e-3, relative to 1e-3).
 
 In bf16, on some of the layouts, the same is measured from one rank in bf16, and may be 0.1 and
 0.03: twice what bf16 itself does to one rank of the model without experts, see parity_compare.py.
@@ -45,6 +46,7 @@ from tools.parity_cases import (  # noqa: E402
     LOSSES,
     REFERENCES,
     ROWS,
+    SCORE_CASES,
     TITLES,
     Row,
     reference_of,
@@ -157,7 +159,7 @@ def make_table(differences: dict[Row, Differences], bf16: dict[str, Differences]
 def _cells(by_case: Differences, bounds: Bounds | None) -> Iterator[str]:
     """One cell a loss, then that of the metrics; without bounds nothing is red."""
     worst: dict[str, float] = defaultdict(float)
-    for case in CASES:
+    for case in (*CASES, *SCORE_CASES):
         if case.name in by_case:
             worst[case.loss] = max(worst[case.loss], by_case[case.name].gradient)
     for loss in LOSSES:

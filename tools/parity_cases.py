@@ -11,7 +11,13 @@ import torch
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import Objective
-from rl_megatron.losses import dpo_objective, grpo_objective, kto_objective, sft_objective
+from rl_megatron.losses import (
+    dpo_objective,
+    grpo_objective,
+    kto_objective,
+    reward_model_objective,
+    sft_objective,
+)
 from rl_megatron.losses.aggregate import LOSS_AGG_MODES
 from rl_megatron.losses.rollout_is import correct_for_rollout
 from rl_megatron.parallel.layout import Layout
@@ -87,6 +93,16 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = tuple(_cases())
+# Of a model with a scalar head, which has none of the others.
+SCORE_CASES = (
+    Case("reward model", "pairs", reward_model_objective(), paired=True),
+    Case(
+        "reward model",
+        "pairs, centered",
+        reward_model_objective(center_rewards_coefficient=0.1),
+        paired=True,
+    ),
+)
 
 
 def _every_loss() -> Iterator[Case]:
@@ -100,7 +116,7 @@ def _every_loss() -> Iterator[Case]:
 
 EVERY_LOSS = tuple(_every_loss())
 BALANCED = tuple(case for case in EVERY_LOSS if case.loss in ("GRPO k3", "DPO+NLL", "SFT"))
-LOSSES = tuple(dict.fromkeys(case.loss for case in CASES))
+LOSSES = tuple(dict.fromkeys(case.loss for case in (*CASES, *SCORE_CASES)))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -130,6 +146,8 @@ class Row:
     def cases(self) -> tuple[Case, ...]:
         """All, or fewer where time is short: every loss once in bf16, where a rank is idle, and
         padded on four ranks; three losses where another one stands beside them."""
+        if self.model == "scores":
+            return SCORE_CASES
         if self.balance:
             return BALANCED
         padded_on_four = self.layout.world_size == 4 and not self.micro_batching.packed
@@ -184,12 +202,13 @@ def sequences(number: int, packed: bool = True) -> MicroBatching:
     return MicroBatching(micro_batch_size=number, packed=packed)
 
 
-TITLES = {"dense": "one rank", "experts": "one rank, experts"}
+TITLES = {"dense": "one rank", "experts": "one rank, experts", "scores": "one rank, scalar head"}
 # What all others are compared with: one rank, one micro-batch, and nothing packed.
 REFERENCES = tuple(
     Row(title, Layout(), sequences(WHOLE, packed=False), model, lonely, dtype)
     for model, title in TITLES.items()
     for lonely, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16))
+    if model != "scores" or dtype == torch.float32
 ) + tuple(
     Row(
         TITLES["experts"], Layout(), sequences(WHOLE, packed=False), "experts", lonely, balance=True
@@ -211,8 +230,18 @@ def _rows() -> Iterator[Row]:
             yield Row(title, layout, sequences(WHOLE, packed=False), model)
             if layout.data > 1:
                 yield Row(title, layout, sequences(1), model, lonely=True)
+    yield from _score_rows()
     yield from _balance_rows()
     yield from _bf16_rows()
+
+
+def _score_rows() -> Iterator[Row]:
+    """A scalar head in place of the other one, in float32."""
+    yield Row(TITLES["scores"], Layout(), sequences(1), "scores")
+    for title in ("DP2", "TP2", "TP2+SP", "PP2", "PP2xVPP2", "CP2", "TP2xPP2", "TP2xCP2+SP"):
+        yield Row(f"{title}, scalar head", LAYOUTS[title], sequences(2), "scores")
+    yield Row("DP2, scalar head", LAYOUTS["DP2"], sequences(1), "scores", lonely=True)
+    yield Row("CP2, scalar head", LAYOUTS["CP2"], sequences(WHOLE, packed=False), "scores")
 
 
 def _balance_rows() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""The two small checkpoints of tools/parity.py, and the batches that are trained on."""
+"""The small checkpoints of tools/parity.py, and the batches that are trained on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -29,6 +30,10 @@ VOCAB_DIVISOR = 8
 # One response is empty, and so is one side of a pair.
 PROMPT_TOKENS = (3, 9, 1, 6, 12, 2, 5, 4)
 RESPONSE_TOKENS = (7, 2, 19, 1, 5, 0, 11, 8)
+# Of the pairs of a reward model, and what it gives to their sequences.
+MARGINS = (0.5, 0.0, 1.0, -0.5)
+SCORES = (1.0, -0.5, 1.5, -0.3, 0.8, 0.4, 1.2, -0.4)
+BATCH_SEED = 7
 # By name: the class of the config, and what is particular. An embedding that is the head as well
 # lies on two stages of a pipeline.
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
@@ -42,6 +47,7 @@ MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "scores": (Qwen3Config, {"tie_word_embeddings": True, "num_labels": 1}),
 }
 
 
@@ -65,31 +71,37 @@ def make_model(folder: Path, name: str) -> PreTrainedModel:
         max_position_embeddings=256,
         **settings,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    kind = AutoModelForSequenceClassification if name == "scores" else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in parameter_name:
                 parameter.copy_(1 + 0.1 * noise)
             else:
-                parameter.copy_((0.1 if "embed" in name or "head" in name else 0.15) * noise)
+                is_wide = "embed" in parameter_name or "head" in parameter_name
+                parameter.copy_((0.1 if is_wide else 0.15) * noise)
             # A model in bf16 has the same weights.
             parameter.copy_(parameter.bfloat16())
+    if name == "scores":
+        _set_scores(model)
     model.save_pretrained(folder)
     return model
 
 
-def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
-    """The batch without and with pairs: the same sequences, and every field that a loss reads.
+@torch.no_grad()
+def _set_scores(model: PreTrainedModel) -> None:
+    """Give a reward model the head that scores the sequences of the batch as SCORES says: means
+    near 0, or equal ones, would have no digits to compare."""
+    _, pairs = _make_pairs(torch.Generator().manual_seed(BATCH_SEED))
+    sequences = pairs.tokens.split(pairs.lengths.tolist())
+    ends = torch.stack([model.model(tokens[None]).last_hidden_state[0, -1] for tokens in sequences])
+    model.score.weight.copy_(torch.linalg.pinv(ends) @ torch.tensor(SCORES))
 
-    Log-probs of old policy, engine and reference are those of the model and noise, so that ratios
-    lie on both sides of every bound. Advantages and distances to the reference lean to one side,
-    and the old policy is some way off: a mean in which everything cancels, or a divergence that is
-    nearly 0, has no digits to compare. The engine leans so that the longest response keeps its
-    weight where others are masked.
-    """
-    generator = torch.Generator().manual_seed(7)
+
+def _make_pairs(generator: torch.Generator) -> tuple[list[Example], PackedBatch]:
+    """The sequences of the batch, and the batch of pairs of them."""
 
     def ids(number: int) -> tuple[int, ...]:
         return tuple(torch.randint(VOCAB_SIZE, (number,), generator=generator).tolist())
@@ -99,6 +111,23 @@ def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
         for row, (prompt, response) in enumerate(zip(PROMPT_TOKENS, RESPONSE_TOKENS, strict=True))
     ]
     sides = zip(examples[0::2], examples[1::2], strict=True)
+    return examples, pack_preferences([PreferencePair(i, *pair) for i, pair in enumerate(sides)])
+
+
+def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
+    """The batch without and with pairs: the same sequences, and every field that a loss reads.
+
+    Log-probs of old policy, engine and reference are those of the model and noise, so that ratios
+    lie on both sides of every bound. Advantages and distances to the reference lean to one side,
+    and the old policy is some way off: a mean in which everything cancels, or a divergence that is
+    nearly 0, has no digits to compare. The engine leans so that the longest response keeps its
+    weight where others are masked. A model with a scalar head has none of these fields; its pairs
+    ask for margins.
+    """
+    generator = torch.Generator().manual_seed(BATCH_SEED)
+    examples, pairs = _make_pairs(generator)
+    if model.config.num_labels == 1:
+        return {True: pairs.with_fields(margins=torch.tensor(MARGINS).repeat_interleave(2))}
     batch = pack_sft(examples)
     logprobs = model_logprobs(model, batch)
     noise = torch.randn(4, batch.num_tokens, generator=generator)
@@ -109,7 +138,6 @@ def make_batches(model: PreTrainedModel) -> dict[bool, PackedBatch]:
         "ref_logprobs": logprobs + 0.3 * noise[2] + lean,
         "advantages": 1 + noise[3],
     }
-    pairs = pack_preferences([PreferencePair(i, *pair) for i, pair in enumerate(sides)])
     batch = batch.with_fields(desirable=torch.arange(batch.num_sequences) % 2 == 0)
     return {False: batch.with_fields(**fields), True: pairs.with_fields(**fields)}
 
@@ -126,4 +154,5 @@ def model_logprobs(model: PreTrainedModel, batch: PackedBatch) -> Tensor:
 
 def lonely(batches: dict[bool, PackedBatch]) -> dict[bool, PackedBatch]:
     """The sequence with the longest response, and its pair, alone."""
-    return {False: batches[False].select([2]), True: batches[True].select([2, 3])}
+    longest = {False: [2], True: [2, 3]}
+    return {paired: batch.select(longest[paired]) for paired, batch in batches.items()}

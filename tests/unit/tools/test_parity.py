@@ -8,9 +8,18 @@ import torch
 
 from rl_megatron.losses import LOSS_AGG_MODES
 from tools.parity import describe, make_report, make_table
-from tools.parity_cases import BALANCED, CASES, EVERY_LOSS, LOSSES, REFERENCES, ROWS, reference_of
+from tools.parity_cases import (
+    BALANCED,
+    CASES,
+    EVERY_LOSS,
+    LOSSES,
+    REFERENCES,
+    ROWS,
+    SCORE_CASES,
+    reference_of,
+)
 from tools.parity_compare import BOUNDS, METRIC_FLOOR, Difference, check_reference, compare
-from tools.parity_data import lonely, make_batches, make_model, model_logprobs
+from tools.parity_data import SCORES, lonely, make_batches, make_model, model_logprobs
 
 EXACT, BF16 = BOUNDS[torch.float32], BOUNDS[torch.bfloat16]
 GRADIENTS = {"small": torch.tensor([3e-6, 4e-6]), "large": torch.tensor([300.0, 400.0])}
@@ -100,7 +109,7 @@ def test_what_is_no_more_than_bf16_is_no_fault_in_bf16_only():
 
 
 def test_every_loss_is_compared_in_bf16_under_one_aggregation_or_another():
-    assert tuple(case.loss for case in EVERY_LOSS) == LOSSES
+    assert (*(case.loss for case in EVERY_LOSS), "reward model") == LOSSES
     assert {case.aggregation for case in EVERY_LOSS} >= set(LOSS_AGG_MODES)
     layouts = [row.layout for row in ROWS if row.is_bf16]
     for axis in ("tensor", "pipeline", "context", "expert", "data"):
@@ -148,6 +157,24 @@ def test_the_balance_of_experts_is_compared_where_tokens_and_layers_are_spread()
         {row.lonely for row in rows} == {row.micro_batching.packed for row in rows} == {True, False}
     )
     assert all(reference_of(row).balance for row in rows)
+
+
+def test_a_scalar_head_is_compared_on_every_axis(tmp_path):
+    rows = [row for row in ROWS if row.model == "scores"]
+    assert all(row.cases == SCORE_CASES and not row.is_bf16 for row in rows)
+    for axis in ("tensor", "pipeline", "virtual", "context", "data"):
+        assert {getattr(row.layout, axis) for row in rows} == {1, 2}
+    assert {row.lonely for row in rows} == {True, False}
+    assert all(reference_of(row).model == "scores" for row in rows)
+    model = make_model(tmp_path, "scores")
+    batches = make_batches(model)
+    assert list(batches) == [True] and batches[True].margins.tolist()[::2] == [0.5, 0.0, 1.0, -0.5]
+    assert lonely(batches)[True].num_sequences == 2
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        sequences = batches[True].tokens.split(batches[True].lengths.tolist())
+        scores = [float(model(tokens[None]).logits[0, 0]) for tokens in sequences]
+    assert scores == pytest.approx(SCORES, abs=1e-5)
 
 
 def test_batches_are_ragged_and_reach_the_bounds(tmp_path):
