@@ -1,0 +1,161 @@
+"""The job files on a real Slurm with a trainer that computes nothing: launch, signals, faults."""
+
+import re
+import time
+
+import pytest
+
+from tests.slurm.stub_trainer import MODULUS
+
+# Three steps a second: slow enough to be interrupted, fast enough for a test.
+BRISK = "seconds=0.1"
+
+
+def number_after(steps):
+    """What a run has when every step was done once and in order."""
+    return pow(48271, steps, MODULUS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def time_limit(desk):
+    """A job whose time limit comes, submitted first: Slurm looks at limits every half minute."""
+    options = ("--time=1", "--signal=B:USR1@45")
+    return desk.submit("limit", "steps=300", BRISK, options=options)
+
+
+@pytest.mark.parametrize("launch", ["node", "task"])
+def test_ranks_of_both_launch_shapes(desk, launch):
+    """SL-05."""
+    desk.finish(desk.submit(launch, "steps=3", BRISK, RL_LAUNCH=launch), launch)
+    ranks = desk.ranks(launch)
+    assert [int(rank["RANK"]) for rank in ranks] == [0, 1, 2, 3]
+    assert [int(rank["LOCAL_RANK"]) for rank in ranks] == [0, 1, 0, 1]
+    assert [int(rank["SLURM_NODEID"]) for rank in ranks] == [0, 0, 1, 1]
+    assert {rank["WORLD_SIZE"] for rank in ranks} == {"4"}
+    assert {rank["LOCAL_WORLD_SIZE"] for rank in ranks} == {"2"}
+    assert {rank["MASTER_ADDR"] for rank in ranks} == {ranks[0]["host"]}
+    assert ranks[0]["host"] != ranks[2]["host"]
+    # Slurm 22.05 says no end of the job to anybody; the batch shell asks for it.
+    assert 25 * 60 < int(ranks[3]["SLURM_JOB_END_TIME"]) - time.time() < 31 * 60
+
+
+@pytest.mark.parametrize("launch", ["node", "task"])
+def test_failing_rank_fails_the_job_with_its_code(desk, launch):
+    """SL-03: and its traceback is what the log ends with."""
+    name, begun = f"fail_{launch}", time.monotonic()
+    job = desk.submit(name, "steps=600", "fail=2:5:9", BRISK, RL_LAUNCH=launch)
+    log = desk.finish(job, name, "FAILED")
+    assert time.monotonic() - begun < 30
+    found = desk.cluster.job(job)
+    assert found["ExitCode"] == "9:0" and found["Restarts"] == "0"
+    last = log.splitlines()[-4:]
+    assert last[0].startswith("Traceback") and "the fault of this rank" in last[1]
+    assert last[2].startswith("rank 2 on node") and last[2].endswith("ended with exit code 9")
+
+
+def test_signal_leads_to_one_save_and_one_requeue(desk):
+    """SL-04: the second signal, which comes with the save, does no harm."""
+    job = desk.submit("signal", "steps=60", BRISK)
+    desk.until("signal", "step 10\n")
+    for _ in range(2):
+        desk.cluster.call("scancel", "--signal=USR1", "--batch", job)
+    desk.cluster.start_again(job)
+    log = desk.finish(job, "signal")
+    found = desk.cluster.job(job)
+    assert found["Restarts"] == "1" and found["ExitCode"] == "0:0"
+    assert log.count("saved: requeued") == 1 and "attempt 1:" in log and "attempt 2:" in log
+    assert desk.state("signal") | {"saves": 1} == desk.state("signal")
+    assert desk.steps("signal") == list(range(1, 61))
+    assert desk.state("signal")["number"] == number_after(60)
+
+
+def test_requeues_end(desk):
+    job = desk.submit("limited", "steps=600", BRISK, RL_MAX_RESTARTS="0")
+    desk.until("limited", "step 2\n")
+    desk.cluster.call("scancel", "--signal=USR1", "--batch", job)
+    log = desk.finish(job, "limited", "FAILED")
+    assert desk.cluster.job(job)["ExitCode"] == "75:0"
+    assert "not requeued: restarted 0 times already (RL_MAX_RESTARTS = 0)" in log
+
+
+def test_cancelled_job_stays_cancelled(desk):
+    job = desk.submit("cancelled", "steps=600", BRISK)
+    desk.until("cancelled", "step 2\n")
+    desk.cluster.call("scancel", job)
+    log = desk.finish(job, "cancelled", "CANCELLED")
+    desk.until("cancelled", "ends with code 75")
+    assert "requeued" not in log and desk.state("cancelled")["saves"] == 1
+
+
+def test_crashed_node_leads_to_a_second_attempt(desk):
+    job = desk.submit("crash", "steps=120", BRISK)
+    desk.until("crash", "step 5\n")
+    # Before the crash there is something to go on from.
+    node = desk.ranks("crash")[2]["host"]
+    number = int(node.removeprefix("node"))
+    desk.cluster.crash(number)
+    desk.cluster.start_again(job, 60)
+    desk.cluster.boot(number)
+    log = desk.finish(job, "crash")
+    assert f"{node} FAILED" in log or "DUE TO NODE FAILURE" in log, log
+    assert desk.cluster.job(job)["Restarts"] == "1"
+    assert desk.state("crash")["number"] == number_after(120)
+
+
+def test_cut_network_ends_the_job(desk):
+    """Nodes that reach the controller and not each other: srun alone would wait for ever."""
+    job = desk.submit("cut", "steps=600", "patience=5", BRISK, RL_END_SECONDS="5")
+    desk.until("cut", "step 5\n")
+    numbers = {int(rank["host"].removeprefix("node")) for rank in desk.ranks("cut")}
+    begun = time.monotonic()
+    desk.cluster.isolate(*numbers)
+    log = desk.finish(job, "cut", "FAILED", 60)
+    desk.cluster.isolate(*numbers, on=False)
+    assert time.monotonic() - begun < 45
+    assert desk.cluster.job(job)["ExitCode"] == "1:0"
+    assert "Traceback" in log and "other nodes do not answer" in log
+
+
+def test_hanging_rank_ends_the_job(desk):
+    job = desk.submit("hang", "steps=600", "patience=4", "hang=3:4", BRISK)
+    log = desk.finish(job, "hang", "FAILED", 60)
+    assert "Traceback" in log.partition("ended with exit code 1")[0]
+
+
+def test_preempted_job_goes_on_later(desk):
+    """The job in partition low gets its signal, saves, and leaves its nodes to the other one."""
+    job = desk.submit("low", "steps=80", BRISK, options=("--partition=low",))
+    desk.until("low", "step 5\n")
+    same = f"--nodelist={desk.cluster.job(job)['NodeList']}"
+    urgent = desk.submit("high", "steps=5", BRISK, options=("--partition=high", same))
+    desk.finish(urgent, "high")
+    desk.cluster.start_again(job)
+    desk.finish(job, "low")
+    assert desk.cluster.job(job)["Restarts"] == "1"
+    assert desk.state("low")["saves"] == 1
+    assert desk.state("low")["number"] == number_after(80)
+
+
+def test_array_of_seeds(desk):
+    """SL-06: tasks of an array have folders and ports of their own, and one alone is requeued."""
+    job = desk.submit("seed_%a", "steps=50", BRISK, options=("--array=1-2",))
+    for name in ("seed_1", "seed_2"):
+        desk.until(name, "step 3\n")
+    # The number of the array is that of one of its tasks too.
+    desk.cluster.call("scancel", "--signal=USR1", "--batch", f"{job}_2")
+    desk.cluster.start_again(f"{job}_2")
+    for name in ("seed_1", "seed_2"):
+        desk.finish(f"{job}_{name[-1]}", name)
+        assert desk.state(name)["number"] == number_after(50)
+    assert [desk.state(name)["saves"] for name in ("seed_1", "seed_2")] == [0, 1]
+    ports = {re.search(r"rendezvous \S+:(\d+)", desk.read(f"seed_{n}"))[1] for n in (1, 2)}
+    assert len(ports) == 2
+
+
+def test_time_limit_is_seen_coming(desk, time_limit):
+    """The signal that #SBATCH --signal asks for, from Slurm itself."""
+    desk.cluster.wait_until_pending(time_limit, 90)
+    log = desk.read("limit")
+    assert log.count("SIGUSR1: the ranks save") == 1 and log.count("saved: requeued") == 1
+    assert desk.state("limit")["saves"] == 1
+    desk.cluster.call("scancel", time_limit)
