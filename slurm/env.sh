@@ -127,7 +127,8 @@ first_failure() {
 # For as long as the job goes on: a rank that puts its handlers up only now would miss it otherwise.
 pass_usr1_on() {
   # A task of which not even node.sh runs yet would die of it.
-  [ $((SECONDS - started)) -ge 3 ] || sleep 3
+  local spare="${RL_START_SECONDS:-3}"
+  [ $((SECONDS - started)) -ge "$spare" ] || sleep "$spare"
   while scancel --signal=USR1 "$job"; do sleep 10; done
 }
 
@@ -181,7 +182,8 @@ requeue() {
     say "saved, and not requeued: restarted $restarts times already (RL_MAX_RESTARTS = $limit)"
   elif may_requeue; then
     say "saved: requeued (attempt $((restarts + 2)) follows)"
-    scontrol requeue "$job" || say "scontrol requeue failed: start the job again with the same command"
+    # Slurm ends the batch shell and what it runs before the answer is there.
+    (trap '' TERM && exec scontrol requeue "$job") || say "scontrol requeue failed: start the job again with the same command"
   fi
 }
 

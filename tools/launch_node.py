@@ -3,11 +3,11 @@
     python tools/launch_node.py --world-size 16 --first-rank 8 --num-ranks 8 SCRIPT [word ...]
 
 slurm/node.sh calls it, once per node or once per GPU. Each rank is `python SCRIPT word ...` with
-RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set; MASTER_ADDR and MASTER_PORT are there already.
-SIGUSR1, SIGUSR2 and SIGTERM go to every rank. It exits with 0 if all ranks did, with 75 if a rank
-asks for a requeue and none failed, else with the code of the rank that failed first (128 + the
-signal that killed it). The last lines of each rank that fails, its traceback among them, are left in
-the folder RL_STATE_FOLDER for the job to show last.
+RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE set; MASTER_ADDR and MASTER_PORT are there
+already. SIGUSR1, SIGUSR2 and SIGTERM go to every rank. It exits with 0 if all ranks did, with 75 if
+a rank asks for a requeue and none failed, else with the code of the rank that failed first (128 +
+the signal that killed it). The last lines of each rank that fails, its traceback among them, are
+left in the folder RL_STATE_FOLDER for the job to show last.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from types import FrameType
 REQUEUE = 75
 """A rank ends with it when it has saved and wants to be started again."""
 
+MISTAKE = 2
+"""A rank ends with it after a mistake of the user, which all ranks find and rank 0 explains."""
+
 # Ranks that lose a peer get this long to say so themselves.
 _GRACE_SECONDS = 5.0
-_KILL_IS_EARLIER_NS = 10 * 10**9
+_EARLIER_NS = 10 * 10**9
 _KEPT_LINES = 200
 _SHOWN_WITHOUT_TRACEBACK = 20
 _TRACEBACK = b"Traceback (most recent call last)"
@@ -45,6 +48,7 @@ class _Rank:
         self.number = int(environment["RANK"])
         self.code: int | None = None
         self.failed_at = 0
+        self.is_silent = False
         self._tail: deque[bytes] = deque(maxlen=_KEPT_LINES)
         self._traceback_at = 0
         self.process = subprocess.Popen(
@@ -64,10 +68,14 @@ class _Rank:
         # The pipe stays open as long as a child of the rank lives.
         self._reader.join(_GRACE_SECONDS)
         # The others lose their connections before a process is gone, and may be gone sooner. So
-        # what counts is when it said what was wrong; a kill comes before all that follows from it.
-        self.failed_at = self._traceback_at or now
-        if self.code > 128 and self.code != 128 + signal.SIGTERM:
-            self.failed_at = now - _KILL_IS_EARLIER_NS
+        # what counts is when it said what was wrong; one without a traceback fails of what another
+        # has said. A kill comes before all that follows from it.
+        says_it_for_all = self.code == MISTAKE and self.number == 0
+        was_killed = self.code > 128 and self.code != 128 + signal.SIGTERM
+        self.is_silent = not (self._traceback_at or says_it_for_all or was_killed)
+        self.failed_at = self._traceback_at or now + _EARLIER_NS
+        if was_killed or says_it_for_all:
+            self.failed_at = now - _EARLIER_NS
 
     def leave_failure(self) -> None:
         """Write what the job shows last; the names sort by the time of the failure."""
@@ -118,6 +126,7 @@ class Ranks:
         self._restartable = restartable
         self._stopped = False
         self._ended_by_us = False
+        self._failed: list[_Rank] = []
         self._ranks: dict[int, _Rank] = {}
         for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
             signal.signal(signum, self._on_signal)
@@ -136,9 +145,12 @@ class Ranks:
                 self._after(self._ranks[pid])
         if self._stopped:
             return REQUEUE
-        codes = [(rank.failed_at, rank.code or 0) for rank in self._ranks.values()]
-        failed = sorted((at, code) for at, code in codes if code not in (0, REQUEUE))
-        return failed[0][1] if failed else max(code for _, code in codes)
+        if self._failed:
+            if all(rank.is_silent for rank in self._failed):
+                # When this task ends, Slurm ends the one that has something to say.
+                time.sleep(_GRACE_SECONDS)
+            return min(self._failed, key=lambda rank: rank.failed_at).code or 0
+        return max(rank.code or 0 for rank in self._ranks.values())
 
     def _living(self) -> list[_Rank]:
         return [rank for rank in list(self._ranks.values()) if rank.code is None]
@@ -146,6 +158,7 @@ class Ranks:
     def _after(self, rank: _Rank) -> None:
         if rank.code in (0, REQUEUE) or self._ended_by_us:
             return
+        self._failed.append(rank)
         rank.leave_failure()
         timer = threading.Timer(_GRACE_SECONDS, self._end)
         timer.daemon = True

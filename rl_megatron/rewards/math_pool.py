@@ -11,6 +11,7 @@ import atexit
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,16 +25,24 @@ from rl_megatron.errors import RolloutError
 _LOG = logging.getLogger(__name__)
 _PROGRAM = Path(__file__).with_name("math_worker.py")
 _START_SECONDS = 120.0
+# What Slurm sends asks a run to save, and goes to all processes of its ranks.
+_NOT_FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 
 class _Worker:
     """One process that answers one question at a time."""
 
     def __init__(self) -> None:
-        # -P: the modules beside the program must not shadow others of their names.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        # A worker lost to a signal would count an answer as wrong. It starts with what is blocked
+        # here, and it is always ended by a kill.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
+        try:
+            # -P: the modules beside the program must not shadow others of their names.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         if self._reply(_START_SECONDS) != b"ready\n":
             self.close()
             raise RolloutError(

@@ -128,7 +128,12 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except ConnectionError as error:
+        # As in the recipes: what another rank has caused is no news.
+        sys.stderr.write(f"{error}\n")
+        code = 1
     # Python takes its handlers down as it ends, and the next signal would kill the rank.
     for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)

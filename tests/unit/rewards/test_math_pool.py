@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -50,6 +51,18 @@ def test_a_worker_that_was_killed_from_outside_is_replaced(pool):
     psutil.Process(worker).kill()
     time.sleep(0.1)
     assert pool.equal([EASY], 20.0) == [True]
+
+
+def test_what_slurm_sends_to_all_processes_ends_no_worker(pool):
+    """A worker lost to it would make a right answer a wrong one, and the resumed run another."""
+    before = workers()
+    assert pool.equal([EASY], 20.0) == [True]
+    (worker,) = workers() - before
+    for signum in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        os.kill(worker, signum)
+    assert pool.equal([EASY] * 2, 20.0) == [True] * 2
+    assert workers() - before == {worker}
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
 def test_close_ends_every_worker():
