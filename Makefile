@@ -13,10 +13,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # One thread a process: several ranks share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
-SHELL_FILES := $(wildcard slurm/*.sh slurm/*.sbatch .ci/run)
+SHELL_FILES := $(wildcard slurm/*.sh slurm/*.sbatch tests/slurm/*.sh .ci/run)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart real test test-unit test-distributed test-e2e parity check \
+.PHONY: help setup quickstart real test test-unit test-distributed test-e2e test-slurm parity check \
 	check-kernels format bench
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "                       LAYOUT=\"tensor_model_parallel_size=2 ...\" splits it over ranks"
 	@echo "make real              SmolLM2-135M from a package: logits, GRPO, DPO, export (minutes)"
 	@echo "make test              all tests: test-unit (with every YAML), test-distributed, test-e2e"
+	@echo "make test-slurm        jobs on a real Slurm, started here; root on Linux, see slurm/README.md"
 	@echo "make parity            every loss on every layout has the numbers of one rank (9 minutes)"
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make check-kernels     compiles every Triton kernel for four GPUs; no spills (3 minutes)"
@@ -69,6 +70,10 @@ test-e2e: $(READY)
 	@echo "test-e2e: recipes and tools from their command line"
 	$(PYTEST) tests/e2e
 
+test-slurm: $(READY)
+	@echo "test-slurm: jobs on a real Slurm with several nodes, started here (5 minutes)"
+	$(PYTEST) tests/slurm
+
 parity: $(READY)
 	@echo "parity: every loss on every layout against one rank (9 minutes); numbers in runs/parity.json"
 	$(BIN)/python tools/parity.py
@@ -79,7 +84,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(if $(SHELL_FILES),$(BIN)/shellcheck $(SHELL_FILES))
+	$(if $(SHELL_FILES),$(BIN)/shellcheck -x $(SHELL_FILES))
 	$(BIN)/python tools/check_house_rules.py
 
 check-kernels: $(READY)

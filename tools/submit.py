@@ -7,9 +7,9 @@
 The run is checked here, against its nodes x GPUs too. Its resolved config.yaml and the commands
 that submit it, submit.sh, go into the run folder, and the job runs that file. --dry-run prints both
 and writes nothing. The site's values come from slurm/cluster.env (RL_CLUSTER_ENV names another
-file; the environment wins over it). DPO with a reference cache is two jobs, the second after the
-first, unless --one-job is given. --seeds 1-4 is an array of runs, each in a folder seed_<n> below
-the run folder. What stands behind -- goes to sbatch as it is: -- --time=2:00:00 --exclude=node7.
+file; the environment wins over it). DPO or KTO with a reference cache is two jobs, the second after
+the first, unless --one-job is given. --seeds 1-4 is an array of runs, each in a folder seed_<n>
+below the run folder. What stands behind -- goes to sbatch as it is: -- --time=2:00:00.
 Exits with 2 after a mistake, with 1 if Slurm refuses.
 """
 
@@ -29,12 +29,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rl_megatron.config import DPORun, GRPORun, SFTRun, dump_run, load_run  # noqa: E402
+from rl_megatron.config import (  # noqa: E402
+    DPORun,
+    GRPORun,
+    KTORun,
+    ReferencedRun,
+    RewardModelRun,
+    SFTRun,
+    dump_run,
+    load_run,
+)
 from rl_megatron.config.runs import RunBase  # noqa: E402
 from rl_megatron.config.yaml_file import read_yaml  # noqa: E402
 from rl_megatron.errors import ConfigError  # noqa: E402
 
-RUN_CLASSES: dict[str, type[RunBase]] = {"sft": SFTRun, "grpo": GRPORun, "dpo": DPORun}
+RUN_CLASSES: dict[str, type[RunBase]] = {
+    "sft": SFTRun,
+    "grpo": GRPORun,
+    "dpo": DPORun,
+    "kto": KTORun,
+    "reward_model": RewardModelRun,
+}
 JOBS_FILE = "jobs.json"
 SUBMIT_FILE = "submit.sh"
 
@@ -64,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, help="instead of cluster.num_nodes")
     parser.add_argument("--dependency", help="of sbatch, e.g. afterok:1234")
     parser.add_argument("--seeds", metavar="A-B", help="an array of runs that differ in the seed")
-    parser.add_argument("--one-job", action="store_true", help="DPO: no job for the cache")
-    parser.add_argument("--cache-nodes", type=int, help="DPO: nodes of the cache's job")
+    parser.add_argument("--one-job", action="store_true", help="no job for the reference cache")
+    parser.add_argument("--cache-nodes", type=int, help="nodes of that job")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done")
     parser.add_argument("--status", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--cancel", type=Path, metavar="RUN_FOLDER")
@@ -218,7 +233,7 @@ def _after(dependencies: Sequence[str]) -> list[str]:
 
 def _builds_cache(run: RunBase) -> bool:
     return (
-        isinstance(run, DPORun)
+        isinstance(run, ReferencedRun)
         and "reference" not in run.idle()
         and run.reference.precompute_ref_logprobs
         and run.reference.build_cache
