@@ -23,7 +23,7 @@ def parse_command_line(
     """The run that the command line asks for.
 
     Args:
-        run_class: One of `config/runs.py`.
+        run_class: One of those that `rl_megatron.config` has.
         description: What the recipe does, for --help.
         argv: The arguments, the program's name left out; default: those of this process.
 

@@ -20,7 +20,7 @@ def load_run(run_class: type[Run], path: str | Path, overrides: Sequence[str] = 
     """The run that a YAML file describes.
 
     Args:
-        run_class: One of `config/runs.py`.
+        run_class: One of those that `rl_megatron.config` has.
         path: The file. It may name one parent, `extends: other.yaml`, relative to itself; the
             parent's settings hold wherever the file has none of its own.
         overrides: `key.path=value`, the value in YAML. They win over the file. An item of a list

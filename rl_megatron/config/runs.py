@@ -13,24 +13,19 @@ from rl_megatron.config.checkpoint import CheckpointConfig
 from rl_megatron.config.data import (
     DataConfig,
     DataSource,
-    JudgedDataConfig,
     PairDataConfig,
     PromptDataConfig,
     ResponseDataConfig,
 )
-from rl_megatron.config.drift import DriftConfig
 from rl_megatron.config.kernels import KernelConfig
 from rl_megatron.config.layout import world_size_problems
 from rl_megatron.config.loss import (
-    DPOLossConfig,
     GRPOLossConfig,
-    KTOLossConfig,
     RewardModelLossConfig,
 )
 from rl_megatron.config.model import ModelConfig, ReferenceConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ClusterConfig, ParallelConfig
-from rl_megatron.config.reference import DPOReferenceConfig
 from rl_megatron.config.rewards import (
     RewardConfig,
     RewardList,
@@ -248,71 +243,6 @@ class RewardModelRun(StepRunBase):
         return idle | dict.fromkeys(keys, Idle(reason, ()))
 
 
-class ReferencedRun(StepRunBase):
-    """What DPO and KTO share: a frozen reference, and how far the policy may move from it."""
-
-    reference: DPOReferenceConfig = DPOReferenceConfig()
-
-    drift: DriftConfig = DriftConfig()
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss reads log-probs of the reference."""
-        return True
-
-    @property
-    def watches_drift(self) -> bool:
-        """Whether the KL to the reference is measured while the run goes on."""
-        return self.drift.kl_snapshot_interval > 0 and "drift" not in self.idle()
-
-    def idle(self) -> Mapping[str, Idle]:
-        """One pass over the head, and a drift that nothing is measured on."""
-        reason = "a loss of whole responses is known only after all their tokens; remove this key"
-        idle = {"kernels.one_pass": Idle(reason, ())}
-        if self.evaluation is None:
-            reason = "there are no prompts to measure it on; add an evaluation, or remove this key"
-            idle["drift"] = Idle(reason, ("evaluation",))
-        return idle
-
-    def problems(self) -> Iterable[Problem]:
-        """Everything that does not fit."""
-        yield from super().problems()
-        if self.needs_reference:
-            yield from _placement_problems(self.reference, self.backend)
-
-
-class DPORun(ReferencedRun):
-    """Direct preference optimisation: chosen responses against rejected ones."""
-
-    loss: DPOLossConfig = DPOLossConfig()
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss reads log-probs of the reference."""
-        return not self.loss.is_reference_free
-
-    def idle(self) -> Mapping[str, Idle]:
-        """One pass over the head, and a reference that the loss does not read."""
-        idle = dict(super().idle())
-        if self.loss.is_reference_free:
-            reason = f"loss.loss_type {self.loss.loss_type} has no reference; remove this key"
-            idle |= dict.fromkeys(("reference", "drift"), Idle(reason, ("loss.loss_type",)))
-        return idle
-
-
-class KTORun(ReferencedRun):
-    """Kahneman-Tversky optimisation: responses that are each desirable or not."""
-
-    data: JudgedDataConfig
-
-    loss: KTOLossConfig = KTOLossConfig()
-
-    def idle(self) -> Mapping[str, Idle]:
-        """One pass over the head, and kernels of losses."""
-        reason = "KTO works on one number a response, by torch; remove this key"
-        return {**super().idle(), "kernels.losses": Idle(reason, ())}
-
-
 class GRPORun(RunBase):
     """Group relative policy optimisation: the policy learns from rewards of its own responses."""
 
@@ -392,7 +322,7 @@ class GRPORun(RunBase):
         """Everything that does not fit."""
         yield from super().problems()
         if self.needs_reference:
-            yield from _placement_problems(self.reference, self.backend)
+            yield from placement_problems(self.reference, self.backend)
         yield from reward_problems(
             "rewards",
             self.rewards,
@@ -469,7 +399,8 @@ class GRPORun(RunBase):
                 )
 
 
-def _placement_problems(reference: ReferenceConfig, backend: str) -> Iterator[Problem]:
+def placement_problems(reference: ReferenceConfig, backend: str) -> Iterator[Problem]:
+    """A place for the reference that the backend does not have."""
     if backend == "torch" and reference.placement == "swapped":
         yield Problem(
             "reference.placement",

@@ -17,7 +17,8 @@ from rl_megatron.checkpoint.hf_files import read_records
 from rl_megatron.checkpoint.writer_results import results_queue
 from rl_megatron.config.layout import check_model_fits, check_world_size
 from rl_megatron.config.parallel import ParallelConfig
-from rl_megatron.config.runs import GRPORun, ReferencedRun, RunBase
+from rl_megatron.config.preference_runs import ReferencedRun
+from rl_megatron.config.runs import GRPORun, RunBase
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from rl_megatron.errors import CheckpointError, ConfigError

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from rl_megatron.config.runs import DPORun, GRPORun, KTORun, ReferencedRun
+from rl_megatron.config.preference_runs import DPORun, KTORun, ReferencedRun
+from rl_megatron.config.runs import GRPORun
 from rl_megatron.errors import NumericsError
 from rl_megatron.interfaces import metric_names as names
 from rl_megatron.losses.preference import ImplicitRewards, pair_loss

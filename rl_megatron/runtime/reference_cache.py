@@ -22,7 +22,7 @@ from rl_megatron.checkpoint.ref_cache import (
     check_fingerprint,
     make_fingerprint,
 )
-from rl_megatron.config.runs import ReferencedRun
+from rl_megatron.config.preference_runs import ReferencedRun
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.errors import CheckpointError, NumericsError
 from rl_megatron.interfaces.batch import PackedBatch

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from rl_megatron.checkpoint.ref_cache import RefCache
-from rl_megatron.config.data import DataSource, JudgedSource, PairSource
+from rl_megatron.config.data import DataSource
+from rl_megatron.config.preference_runs import DPORun, KTORun, ReferencedRun
 from rl_megatron.config.rewards import RewardConfig
-from rl_megatron.config.runs import (
-    DPORun,
-    GRPORun,
-    KTORun,
-    ReferencedRun,
-    RewardModelRun,
-    RunBase,
-    SFTRun,
-    StepRunBase,
-)
+from rl_megatron.config.runs import GRPORun, RewardModelRun, RunBase, SFTRun
 from rl_megatron.config.train import TrainBase
-from rl_megatron.data.examples import Example, JudgedExample, PreferencePair
-from rl_megatron.data.packing import MicroBatching, pack_judged, pack_preferences, pack_sft
-from rl_megatron.data.preferences import load_preferences
+from rl_megatron.data.packing import MicroBatching
 from rl_megatron.data.prompts import load_prompts
-from rl_megatron.data.sampler import PositionSampler, RowCursor, data_digest
-from rl_megatron.data.sft import load_sft
 from rl_megatron.data.tokenizer import Tokenizer
-from rl_megatron.data.unpaired import borrow_responses, load_unpaired
 from rl_megatron.errors import DataError
 from rl_megatron.interfaces.batch import JudgedBatch, PackedBatch
 from rl_megatron.interfaces.protocols import (
@@ -40,6 +25,14 @@ from rl_megatron.interfaces.protocols import (
 )
 from rl_megatron.interfaces.records import Prompt, Sampling
 from rl_megatron.parallel.process import Process
+from rl_megatron.runtime.batches import (
+    Batches,
+    all_parts,
+    judged_batches,
+    pair_batches,
+    row_cursor,
+    sft_batches,
+)
 from rl_megatron.runtime.build import (
     build_engine,
     build_policy,
@@ -58,31 +51,6 @@ from rl_megatron.runtime.reference_cache import (
 from rl_megatron.runtime.reward_models import RewardModels, build_reward_model
 from rl_megatron.runtime.score import build_rewards
 from rl_megatron.weight_sync import InProcessSync
-
-Row = TypeVar("Row", Example, PreferencePair, JudgedExample)
-Batch = TypeVar("Batch", PackedBatch, JudgedBatch)
-
-# Of a part of the data that is scored together, for each data-parallel rank.
-_ROWS_PER_RANK = 128
-
-
-@dataclass(frozen=True)
-class Batches(Generic[Batch]):
-    """Mini-batches of a data set, one for each optimiser step.
-
-    Attributes:
-        num_steps: Steps of the run.
-        cursor: How far the run is in the rows.
-        next: The batch of the next step.
-        held_out: All held-out rows of each set, by name; one that has none is called "".
-        everything: All rows, held-out ones too, in parts of moderate size.
-    """
-
-    num_steps: int
-    cursor: RowCursor
-    next: Callable[[], Batch]
-    held_out: Mapping[str, Batch]
-    everything: Callable[[], Iterator[Batch]]
 
 
 @dataclass(frozen=True)
@@ -139,26 +107,21 @@ class GRPOTask:
 def build_sft(run: SFTRun, process: Process) -> SFTTask:
     """Policy and examples."""
     tokenizer = build_tokenizer(run)
-
-    def load(source: DataSource, setting: str) -> list[Example]:
-        data = run.data
-        return load_sft(source, tokenizer, data.max_length, data.overlong, setting)
-
-    batches = _batches(run, load, pack_sft, process)
+    batches = sft_batches(run, process, tokenizer)
     policy = build_policy(run, process, _micro_batching(run.train))
     return SFTTask(policy, batches, _evaluator(run, process, policy, tokenizer))
 
 
 def build_reward_task(run: RewardModelRun, process: Process) -> RewardModelTask:
     """Reward model and preference pairs."""
-    batches = _pairs(run, process, build_tokenizer(run))
+    batches = pair_batches(run, process, build_tokenizer(run))
     return RewardModelTask(build_reward_model(run, process, _micro_batching(run.train)), batches)
 
 
 def build_dpo(run: DPORun, process: Process) -> DPOTask:
     """Policy, reference if the loss has one, and preference pairs."""
     tokenizer = build_tokenizer(run)
-    batches = _pairs(run, process, tokenizer)
+    batches = pair_batches(run, process, tokenizer)
     micro_batching = _micro_batching(run.train)
     policy = build_policy(run, process, micro_batching)
     reference = None
@@ -171,10 +134,10 @@ def build_dpo(run: DPORun, process: Process) -> DPOTask:
 def build_kto(run: KTORun, process: Process) -> KTOTask:
     """Policy, reference, and responses with verdicts."""
     tokenizer = build_tokenizer(run)
-    batches = _judged(run, process, tokenizer)
+    batches = judged_batches(run, process, tokenizer)
     micro_batching = _micro_batching(run.train)
     policy = build_policy(run, process, micro_batching)
-    reference = _scored_once(run, process, micro_batching, policy, _all_parts(batches))
+    reference = _scored_once(run, process, micro_batching, policy, all_parts(batches))
     drift = _drift(run, process, policy, tokenizer) if run.watches_drift else None
     return KTOTask(policy, reference, batches, _evaluator(run, process, policy, tokenizer), drift)
 
@@ -183,9 +146,9 @@ def build_reference_cache(run: DPORun | KTORun, process: Process) -> RefCache:
     """The reference cache of a run, every row in it, before the run. Collective."""
     tokenizer = build_tokenizer(run)
     if isinstance(run, KTORun):
-        everything = _all_parts(_judged(run, process, tokenizer))
+        everything = all_parts(judged_batches(run, process, tokenizer))
     else:
-        everything = _pairs(run, process, tokenizer).everything
+        everything = pair_batches(run, process, tokenizer).everything
     scorer = reference_scorer(run, process, _micro_batching(run.train))
     return complete_cache(run, process, scorer, everything)
 
@@ -198,7 +161,7 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
     rewards = build_rewards(run.rewards, rollout.max_response_tokens, models.load)
     prompts = load_prompts(data.train, tokenizer, data.max_prompt_length, data.overlong)
     _check_answers(prompts, run.rewards, data.train, "data.train")
-    cursor = _cursor(run, prompts)
+    cursor = row_cursor(run, prompts)
     sampling = Sampling(
         temperature=rollout.temperature,
         max_response_tokens=rollout.max_response_tokens,
@@ -220,36 +183,6 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
     )
 
 
-def _pairs(
-    run: RewardModelRun | DPORun, process: Process, tokenizer: Tokenizer
-) -> Batches[PackedBatch]:
-    def load(source: DataSource, setting: str) -> list[PreferencePair]:
-        data = run.data
-        margin_key = source.margin_key if isinstance(source, PairSource) else None
-        return load_preferences(
-            source, tokenizer, data.max_length, data.overlong, setting, margin_key
-        )
-
-    return _batches(run, load, pack_preferences, process)
-
-
-def _judged(run: KTORun, process: Process, tokenizer: Tokenizer) -> Batches[JudgedBatch]:
-    def load(source: DataSource, setting: str) -> list[JudgedExample]:
-        assert isinstance(source, JudgedSource), "a run of KTO has no other"
-        data = run.data
-        rows = load_unpaired(source, tokenizer, data.max_length, data.overlong, setting)
-        if run.loss.loss_type == "apo_zero_unpaired":
-            return rows
-        return borrow_responses(rows, data.max_length, setting)
-
-    return _batches(run, load, pack_judged, process)
-
-
-def _all_parts(batches: Batches[JudgedBatch]) -> Callable[[], Iterator[PackedBatch]]:
-    """Rows and mismatched responses alike, for a reference."""
-    return lambda: (part for batch in batches.everything() for part in batch.parts)
-
-
 def _micro_batching(train: TrainBase) -> MicroBatching:
     return MicroBatching(
         train.micro_batch_size, train.max_tokens_per_micro_batch, packed=train.packed
@@ -258,44 +191,6 @@ def _micro_batching(train: TrainBase) -> MicroBatching:
 
 def _stop_ids(tokenizer: Tokenizer, more: Sequence[int] = ()) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*tokenizer.stop_ids, *more)))
-
-
-def _batches(
-    run: StepRunBase,
-    load: Callable[[DataSource, str], list[Row]],
-    pack: Callable[[list[Row]], Batch],
-    process: Process,
-) -> Batches[Batch]:
-    rows = load(run.data.train, "data.train")
-    size = run.train.global_batch_size
-    cursor = _cursor(run, rows)
-    num_steps = run.train.num_steps
-    if num_steps is None:
-        assert run.train.num_epochs is not None
-        num_steps = math.ceil(len(rows) * run.train.num_epochs / size)
-    held_out = {
-        name: load(source, f"data.eval.{name}".rstrip("."))
-        for name, source in run.data.held_out.items()
-    }
-    part = _ROWS_PER_RANK * process.layout.data
-
-    def everything() -> Iterator[Batch]:
-        for some in (rows, *held_out.values()):
-            for start in range(0, len(some), part):
-                yield pack(some[start : start + part])
-
-    return Batches(
-        num_steps=num_steps,
-        cursor=cursor,
-        next=lambda: pack([rows[i] for i in cursor.take(size)]),
-        held_out={name: pack(some) for name, some in held_out.items()},
-        everything=everything,
-    )
-
-
-def _cursor(run: RunBase, rows: Sequence[object]) -> RowCursor:
-    order = PositionSampler(len(rows), run.seed, run.data.shuffle)
-    return RowCursor(order, data_digest(rows), run.checkpoint.allows("data.train"))
 
 
 def _check_answers(

@@ -87,6 +87,6 @@ def dpo_dp2(task, runs, after_sft):
 def kto(task, runs):
     cache = f"reference.cache={runs / 'kto_cache'}"
     words = ("build", "--recipe", "kto", task / "kto.yaml", cache)
-    done = execute("tools/ref_cache.py", *words, ranks=2)
+    done = execute("tools/ref_cache.py", *words)
     assert done.returncode == 0, done.stderr
     return run_recipe("kto", task, runs / "kto", cache, "reference.build_cache=false")

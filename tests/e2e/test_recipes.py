@@ -109,7 +109,7 @@ def test_kto_starts_at_half_of_its_weights_and_moves(kto):
     for name in ("rewards/chosen", "rewards/rejected", "kl"):
         assert first[name] == pytest.approx(0.0, abs=1e-5)
     assert last["kl"] >= 0 and last["rewards/margins"] != 0 and last["loss/kto"] != 0.5
-    # Rows and mismatched rows alike were built ahead, by two ranks.
+    # Rows and mismatched rows alike were built ahead.
     assert "no reference is held" in kto.log and "reference log-probs 1/" not in kto.log
 
 
