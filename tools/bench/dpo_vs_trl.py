@@ -121,9 +121,10 @@ def our_steps(run: DPORun, connection: Connection) -> None:
         policy, reference, batches = task.policy, task.reference, task.batches
         assert reference is not None
         objective = dpo_objective(**run.loss.model_dump(), implementation=run.kernels.losses)
+        job.resume(policy, data=batches.cursor)
         turns.wait()
         for step in job.rounds(batches.num_steps):
-            batch = batches.take(step)
+            batch = batches.next()
             with job.phase("ref_logprobs"):
                 batch = batch.with_fields(ref_logprobs=reference.logprobs(batch))
             with job.phase("update"):

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -154,9 +155,9 @@ def measure(size: TaskSize, steps: int, repeats: int) -> dict[str, float]:
 
 
 def in_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work` returns in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, arguments)
+    """What `work` returns in a fresh process, which may start some of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 class Watched:
@@ -214,8 +215,8 @@ def measure_steps(run: DPORun) -> StepCost:
     objective = dpo_objective(**run.loss.model_dump(), implementation=run.kernels.losses)
     forget_peak()
     columns: list[tuple[float, ...]] = []
-    for step in range(1, 1 + task.batches.num_steps):
-        batch = task.batches.take(step)
+    for _ in range(task.batches.num_steps):
+        batch = task.batches.next()
         logprobs, *reading = timed(lambda batch=batch: reference.logprobs(batch))
         batch = batch.with_fields(ref_logprobs=logprobs)
         _, *update = timed(
