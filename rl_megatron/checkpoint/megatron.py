@@ -32,7 +32,7 @@ class MegatronSave:
         from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
         self._folder = folder
-        self._request = request.freeze()
+        self._request: Any = request.freeze()
         self._caller = TemporalAsyncCaller() if background else None
         if self._caller is not None:
             self._caller.schedule_async_call(self._request)
@@ -43,19 +43,22 @@ class MegatronSave:
         return process is None or not process.is_alive()
 
     def finish(self) -> None:
-        """Wait until all ranks have written, and write what makes it a checkpoint. Collective.
+        """Wait until all ranks have written, and write what makes it a checkpoint; once. Collective.
 
         Raises:
             CheckpointError: A rank could not write.
         """
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
+        request, self._request = self._request, None
+        if request is None:
+            return
         try:
             if self._caller is None:
-                self._request.execute_sync()
+                request.execute_sync()
                 return
             self._caller.close()
-            for finalize in self._request.finalize_fns:
+            for finalize in request.finalize_fns:
                 finalize()
         except (CheckpointingException, CheckpointException, OSError) as error:
             raise CheckpointError(f"{self._folder} cannot be written: {_reason(error)}") from error
@@ -194,7 +197,7 @@ def _fill_adam_state(optimizer: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: Any) -> None:
-    """Load Megatron's optimizer state, around two mistakes it makes with torch's Adam.
+    """Load Megatron's optimizer state, around mistakes it makes with torch's Adam.
 
     Torch keeps the step among the tensors of each parameter. Megatron's distributed optimizer
     looks for it among the tensors in the file, where it is not; and it gives all parameters one
@@ -205,7 +208,9 @@ def _load_optimizer(optimizer: Any, state: Any) -> None:
             if hasattr(part, _COPY_TENSORS):
                 setattr(part, _COPY_TENSORS, _copy_with_step(getattr(part, _COPY_TENSORS), adam))
                 undo.callback(delattr, part, _COPY_TENSORS)
-        optimizer.load_state_dict(state)
+        # Of its formats the one of buckets writes into parameters as if none needed a gradient.
+        with torch.no_grad():
+            optimizer.load_state_dict(state)
     for _, adam in _torch_adams(optimizer):
         for tensors in adam.state.values():
             tensors["step"] = tensors["step"].clone()
@@ -216,6 +221,6 @@ def _copy_with_step(
 ) -> Callable[[Any, dict[str, Any]], None]:
     def copy_with_step(parameter: Any, tensors: dict[str, Any]) -> None:
         step = next(iter(adam.state.values()))["step"]
-        copy(parameter, {"step": step, **tensors})
+        copy(parameter, {**tensors, "step": step})
 
     return copy_with_step
