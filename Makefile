@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 # Settings for `make quickstart`, e.g. LAYOUT="tensor_model_parallel_size=2".
 LAYOUT ?=
 PYTEST_ARGS ?=
+# Kills of `make chaos`.
+N ?= 9
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -17,7 +19,7 @@ SHELL_FILES := $(wildcard slurm/*.sh slurm/*.sbatch tests/slurm/*.sh .ci/run)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart real test test-unit test-distributed test-e2e test-slurm parity check \
-	check-kernels format bench
+	check-kernels chaos format bench
 
 help:
 	@echo "make setup             make $(VENV) with everything in it (a few minutes, once)"
@@ -29,6 +31,7 @@ help:
 	@echo "make parity            every loss on every layout has the numbers of one rank (9 minutes)"
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make check-kernels     compiles every Triton kernel for four GPUs; no spills (3 minutes)"
+	@echo "make chaos N=100       kills runs at random moments; what is left must be equal bit by bit"
 	@echo "make format            rewrite the code in the house format"
 	@echo "make bench             log-probs against other libraries; packed against padded; DPO and TRL"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -91,6 +94,10 @@ check-kernels: $(READY)
 	@echo "check-kernels: every Triton kernel for sm_80, sm_90, sm_100 and gfx942; no GPU needed (3 minutes)"
 	$(BIN)/python tools/aot_kernels.py
 
+chaos: $(READY)
+	@echo "chaos: $(N) kills of SFT, GRPO and DPO on two ranks (10 seconds each); in runs/chaos"
+	$(BIN)/python tools/chaos.py --kills $(N)
+
 format: $(READY)
 	@echo "format: ruff format, and what ruff check can mend"
 	$(BIN)/ruff format .
@@ -104,3 +111,4 @@ bench: $(READY)
 	$(BIN)/python tools/bench/ref_cache.py
 	$(BIN)/python tools/bench/weights_digest.py
 	$(BIN)/python tools/bench/dpo_vs_trl.py
+	$(BIN)/python tools/bench/checkpoint_save.py

@@ -43,7 +43,9 @@ class MegatronSave:
         return process is None or not process.is_alive()
 
     def finish(self) -> None:
-        """Wait until all ranks have written, and write what makes it a checkpoint; once. Collective.
+        """Wait until all ranks have written, then write what makes it a checkpoint. Collective.
+
+        Only the first call does anything.
 
         Raises:
             CheckpointError: A rank could not write.

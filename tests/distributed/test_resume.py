@@ -68,10 +68,19 @@ def test_rs_04_steps_after_a_save_are_those_after_its_load(
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [("tp2", "pp2"), ("tp1", "tp2"), ("pp2", "tp1"), ("tp2-pp2", "dp2")],
+    ("saved", "resumed", "reshardable"),
+    [
+        ("tp2", "pp2", True),
+        ("tp1", "tp2", True),
+        ("tp2-pp2", "dp2", True),
+        # The size of data parallelism alone may change here too.
+        ("dp2", "tp1", False),
+        ("dp2", "dp4", False),
+    ],
 )
-def test_rs_04_another_layout_goes_on_with_the_same_numbers(saved, resumed, folder, pool, tmp_path):
+def test_rs_04_another_layout_goes_on_with_the_same_numbers(
+    saved, resumed, reshardable, folder, pool, tmp_path
+):
     """Moments bit by bit: tests/distributed/test_megatron_checkpoint.py."""
     root = tmp_path / "root"
     run = pool(LAYOUTS[saved].world_size).run
