@@ -35,21 +35,30 @@ from rl_megatron.metrics.jsonl import read_jsonl  # noqa: E402
 
 FOLDER = Path("runs/chaos")
 TASK = FOLDER / "task"
-RECIPES = ("sft", "grpo", "dpo")
+RECIPES = ("sft", "reward_model", "grpo", "dpo")
 RANKS = 2
 # A rank in a collective finds by itself that another one is gone. One that still waits for it to
 # join the job does not: a launcher ends it, and so does this program.
 ALONE_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
 
+ANSWERED = [f"evaluation.data.path={TASK}/heldout.jsonl", "evaluation.max_rows=16"]
 SMALL = {
     "sft": [
+        *ANSWERED,
         f"data.train.path={TASK}/sft.jsonl",
         "train.num_steps=12",
         "train.global_batch_size=16",
         "optimizer.lr_warmup_steps=2",
     ],
+    "reward_model": [
+        f"data.train.path={TASK}/preferences.jsonl",
+        f"data.eval.path={TASK}/heldout_preferences.jsonl",
+        "train.num_steps=12",
+        "train.global_batch_size=8",
+    ],
     "dpo": [
+        *ANSWERED,
         f"data.train.path={TASK}/preferences.jsonl",
         "data.eval=",
         f"reference.cache={FOLDER}/cache",
@@ -57,6 +66,7 @@ SMALL = {
         "train.global_batch_size=8",
     ],
     "grpo": [
+        *ANSWERED,
         f"data.train.path={TASK}/prompts.jsonl",
         "train.num_rollout_batches=6",
         "train.mini_batch_size=8",
@@ -72,8 +82,6 @@ COMMON = [
     f"model.path={TASK}/model",
     "train.save_interval=1",
     "train.eval_interval=4",
-    f"evaluation.data.path={TASK}/heldout.jsonl",
-    "evaluation.max_rows=16",
     "parallel.tensor_model_parallel_size=2",
 ]
 
