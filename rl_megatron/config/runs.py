@@ -191,6 +191,14 @@ class RunBase(Strict):
             "evaluation.max_response_tokens",
         )
 
+        for index, reward in enumerate(evaluation.rewards):
+            if isinstance(reward, RewardModelConfig) and reward.normalize == "batch":
+                yield Problem(
+                    f"evaluation.rewards.{index}.normalize",
+                    "batch",
+                    "the mean would be 0 after every step; take none or fixed",
+                )
+
     def _warmup_problems(self, num_steps: int, explained: str) -> Iterator[Problem]:
         if self.optimizer.lr_warmup_steps > num_steps:
             yield Problem(

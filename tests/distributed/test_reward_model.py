@@ -25,7 +25,7 @@ SPLITS = (
     MicroBatching(micro_batch_size=1),
     MicroBatching(micro_batch_size=1000, packed=False),
 )
-EVERY_LAYOUT = ("tp1", "tp2", "tp2-sp", "pp2", "cp2", "dp2", "pp2-vpp2", "cp2-tp2-sp", "tp2-pp2-sp")
+EVERY_LAYOUT = ("tp1", "tp2", "tp2-sp", "pp2", "cp2", "dp2", "cp2-tp2-sp", "tp2-pp2-sp")
 MODELS = {"qwen3-tied": {"family": "qwen3", "tie": True}, "qwen2": {"family": "qwen2"}}
 
 

@@ -28,6 +28,16 @@ STEP_COMPLAINTS = {
         "evaluation.rewards.0.buffer_tokens = 300: must not be above "
         "evaluation.max_response_tokens (256): even an empty response would be punished; lower it",
     ),
+    "an evaluation measured by itself": (
+        {
+            "data__eval": {"path": "eval.jsonl"},
+            "evaluation": {
+                "rewards": [{"name": "reward_model", "path": "models/r", "normalize": "batch"}]
+            },
+        },
+        "evaluation.rewards.0.normalize = 'batch': the mean would be 0 after every step; take none "
+        "or fixed",
+    ),
     "a warm-up longer than the run": (
         {"optimizer__lr_warmup_steps": 101},
         "optimizer.lr_warmup_steps = 101: must not be above the run's 100 optimiser steps "

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
+from rl_megatron.checkpoint.hf_reward import become_reward_model
 from rl_megatron.config import GRPORun, RewardModelRun, SFTRun, build_run
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.data.tokenizer import load_tokenizer
@@ -101,6 +102,41 @@ def test_a_model_is_held_once(language, scorer):
     rewards, models = rewards_of(run, language)
     assert [reward.name for reward in rewards] == ["reward_model", "again"]
     assert len(models._held) == 1
+
+
+def test_any_run_may_score_its_evaluation_by_a_reward_model(task, tmp_path):
+    """With one of the policy's own tokenizer, as the recipe makes it."""
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    for file in (task / "model").iterdir():
+        (scorer / file.name).write_bytes(file.read_bytes())
+    become_reward_model(scorer)
+    weights = load_file(scorer / "model.safetensors")
+    del weights["lm_head.weight"]
+    # The same score for whatever ends with the same token.
+    weights["score.weight"] = torch.zeros(1, 96)
+    save_file(weights, scorer / "model.safetensors", metadata={"format": "pt"})
+    given = {
+        "backend": "torch",
+        "model__path": str(task / "model"),
+        "data__train__path": str(task / "sft.jsonl"),
+        "evaluation": {
+            "data": {"path": str(task / "heldout.jsonl")},
+            "rewards": [
+                {
+                    "name": "reward_model",
+                    "path": str(scorer),
+                    "normalize": "fixed",
+                    "mean": 1.0,
+                    "std": 2.0,
+                }
+            ],
+            "max_rows": 4,
+            "max_response_tokens": 4,
+        },
+    }
+    found = build_sft(build_run(SFTRun, with_settings(SFT, **given)), ALONE).evaluate()
+    assert found == {"evaluation/greedy_reward": -0.5, "evaluation/sampled_reward": -0.5}
 
 
 def test_a_language_model_as_a_reward_is_refused(language):
