@@ -30,7 +30,7 @@ class ModelFolder:
 
 
 def resolve_model_folder(path: Path, setting: str = "model.path") -> ModelFolder:
-    """What `path` is: a HF folder, a root of Megatron checkpoints (the latest is taken), or one.
+    """What `path` is: a HF folder, a root of checkpoints (the latest is taken), or one of them.
 
     Args:
         path: Folder given by the user.
@@ -51,8 +51,10 @@ def resolve_model_folder(path: Path, setting: str = "model.path") -> ModelFolder
     if (path / POINTER_FILE).exists():
         iteration = read_pointer(path)
         assert iteration is not None
-        return _megatron(iteration_folder(path, iteration), setting)
-    if (path / _MEGATRON_FILE).exists() or path.name.startswith("iter_"):
+        path = iteration_folder(path, iteration)
+    # What backend torch writes is a Hugging Face folder too, with Adam's state beside the weights.
+    is_cut_short = path.name.startswith("iter_") and not (path / "config.json").exists()
+    if (path / _MEGATRON_FILE).exists() or is_cut_short:
         return _megatron(path, setting)
     return _hf(path, setting)
 

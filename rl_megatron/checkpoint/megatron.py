@@ -150,9 +150,11 @@ def load_megatron(
 
 def _reason(error: BaseException) -> str:
     """The error itself, or the first of those that torch gathered from all ranks."""
-    if isinstance(error, CheckpointException):
-        return str(next(iter(error.failures.values()))[0])
-    return str(error)
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    # Only the rank that gathers them has them.
+    failures = [f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()]
+    return failures[0] if failures else "it failed on some rank; rank 0 says why"
 
 
 def _named(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -94,6 +94,38 @@ def test_rs_04_another_layout_goes_on_with_the_same_numbers(
             torch.testing.assert_close(weights_again[name], value, rtol=1e-5, atol=1e-6)
 
 
+def full_disk_job(layout, hf, root, background):
+    """What a save says where files may not grow, and what it leaves."""
+    import resource
+
+    from rl_megatron.checkpoint.publish import NewCheckpoint
+    from rl_megatron.errors import CheckpointError
+
+    process = start(layout)
+    backend = make_backend(hf, process)
+    new = NewCheckpoint(root, 1, process)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if process.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        backend.save(new.aside, background=background).finish()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_rank_that_cannot_write_fails_the_save_on_all(background, folder, pool, tmp_path):
+    from rl_megatron.checkpoint.publish import read_pointer, saved_iterations
+
+    root = tmp_path / "root"
+    main, other = pool(2).run(full_disk_job, "tp2", folder, root, background)
+    assert "cannot be written: rank 1: " in main
+    assert "cannot be written: it failed on some rank; rank 0 says why" in other
+    assert (read_pointer(root), saved_iterations(root)) == (None, [])
+
+
 def draws():
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 

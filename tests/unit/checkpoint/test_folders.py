@@ -29,6 +29,13 @@ def test_megatron_root_and_single_checkpoint(tmp_path):
     assert resolve_model_folder(old) == ModelFolder(hf=old / "hf", megatron=old)
 
 
+def test_what_backend_torch_saves_is_a_hugging_face_folder(tmp_path):
+    folder = make(tmp_path / "iter_0000003", "config.json", "model.safetensors", "optimizer.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
+    for path in (tmp_path, folder):
+        assert resolve_model_folder(path) == ModelFolder(hf=folder)
+
+
 @pytest.mark.parametrize(
     ("name", "files", "words"),
     [
