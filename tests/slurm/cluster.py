@@ -8,6 +8,7 @@ two machines. Files are shared, as on a cluster. Needs root and Debian's package
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -94,8 +95,15 @@ def missing() -> str | None:
     lacking = [program for program in _PROGRAMS if shutil.which(program) is None]
     if lacking:
         return f"{', '.join(lacking)} not installed: apt-get install {' '.join(PACKAGES)}"
-    made = subprocess.run(["unshare", "--net", "--uts", "--pid", "--fork", "true"], check=False)
-    return "this machine gives no namespaces to root" if made.returncode else None
+    # A container may be root and still not be allowed what a node needs.
+    for command in (
+        "unshare --mount --pid --fork true",
+        "ip netns add rlprobe",
+        "ip netns del rlprobe",
+    ):
+        if subprocess.run(command.split(), capture_output=True, check=False).returncode:
+            return f"this machine does not allow what nodes need: {command}"
+    return None
 
 
 class Cluster:
@@ -291,12 +299,14 @@ class Cluster:
 
 @contextlib.contextmanager
 def running(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, started; its logs are shown if it does not start."""
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
+    """The cluster, started; after the one that another process has, since names are fixed."""
+    with (Path(tempfile.gettempdir()) / "rl_megatron_slurm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
 
 
 def _do(*command: str) -> None:

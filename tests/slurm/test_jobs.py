@@ -87,21 +87,6 @@ def test_cancelled_job_stays_cancelled(desk):
     assert "requeued" not in log and desk.state("cancelled")["saves"] == 1
 
 
-def test_crashed_node_leads_to_a_second_attempt(desk):
-    job = desk.submit("crash", "steps=120", BRISK)
-    desk.until("crash", "step 5\n")
-    # Before the crash there is something to go on from.
-    node = desk.ranks("crash")[2]["host"]
-    number = int(node.removeprefix("node"))
-    desk.cluster.crash(number)
-    desk.cluster.start_again(job, 60)
-    desk.cluster.boot(number)
-    log = desk.finish(job, "crash")
-    assert f"{node} FAILED" in log or "DUE TO NODE FAILURE" in log, log
-    assert desk.cluster.job(job)["Restarts"] == "1"
-    assert desk.state("crash")["number"] == number_after(120)
-
-
 def test_cut_network_ends_the_job(desk):
     """Nodes that reach the controller and not each other: srun alone would wait for ever."""
     job = desk.submit("cut", "steps=600", "patience=5", BRISK, RL_END_SECONDS="5")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -48,9 +49,9 @@ def site(tmp_path_factory):
 def tool(desk, site):
     """tools/submit.py: the finished process."""
 
-    def call(*words, code=0):
+    def call(*words, code=0, **values):
         command = [sys.executable, str(ROOT / "tools/submit.py"), *map(str, words)]
-        environment = desk.cluster.environment | {"RL_CLUSTER_ENV": str(site)}
+        environment = desk.cluster.environment | {"RL_CLUSTER_ENV": str(site)} | values
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
@@ -60,13 +61,13 @@ def tool(desk, site):
     return call
 
 
-def submit(tool, desk: Desk, recipe, task, name, *words):
+def submit(tool, desk: Desk, recipe, task, name, *words, **values):
     """The numbers of the jobs that a run became, and its folder."""
     folder = desk.folder / name
     config = task / f"{recipe}.yaml"
     settings = (f"output_dir={folder}", *QUIET, *TENSOR_2)
     options = ("--", "--exclusive", "--time=30")
-    tool(config, f"--recipe={recipe}", "--nodes=2", *settings, *words, *options)
+    tool(config, f"--recipe={recipe}", "--nodes=2", *settings, *words, *options, **values)
     return json.loads((folder / "jobs.json").read_text())["jobs"], folder
 
 
@@ -135,9 +136,9 @@ def test_grpo_with_a_signal_and_a_crashed_node(tool, desk, task, unbroken):
 
 
 def test_dpo_after_its_cache(tool, desk, task):
-    """The cache is a job, training waits for it by afterok, and finds every row."""
+    """The cache is a job, training waits for it by afterok, and finds every row. A task per GPU."""
     words = ("train.num_steps=4", f"reference.cache={desk.folder / 'ref_cache'}")
-    (cache, train), folder = submit(tool, desk, "dpo", task, "dpo", *words)
+    (cache, train), folder = submit(tool, desk, "dpo", task, "dpo", *words, RL_LAUNCH="task")
     assert desk.cluster.job(train)["Dependency"].startswith(f"afterok:{cache}")
     # A second job of the run would write to the same files.
     refused = ("--recipe=dpo", "--nodes=2", f"output_dir={folder}", *QUIET, *TENSOR_2, *words)
@@ -146,6 +147,23 @@ def test_dpo_after_its_cache(tool, desk, task):
     assert desk.cluster.job(cache)["JobState"] == "COMPLETED"
     assert len(numbers(folder)) >= 4
     assert (folder / f"logs/cache-{cache}.out").exists()
+
+
+def test_cut_network_ends_by_the_watchdog(tool, desk, task):
+    """The two nodes do not reach each other any more, and both the controller."""
+    words = (*GRPO, "train.num_rollout_batches=100", "cluster.timeout_minutes=0.5")
+    words = tuple(word for word in words if word != GRPO[0])
+    (job,), folder = submit(tool, desk, "grpo", task, "cut", *words, RL_END_SECONDS="5")
+    wait_for_step(folder, 2)
+    nodes = [int(n) for n in re.findall(r"\d", desk.cluster.job(job)["NodeList"])]
+    begun = time.monotonic()
+    desk.cluster.isolate(*nodes)
+    found = desk.cluster.wait(job, PATIENCE)
+    desk.cluster.isolate(*nodes, on=False)
+    log = log_of(folder, job)
+    assert (found["JobState"], found["ExitCode"]) == ("FAILED", "1:0"), log
+    assert time.monotonic() - begun < 120
+    assert re.search(r"^rank \d on node\d ended with exit code 1$", log, re.MULTILINE), log
 
 
 def test_failing_rank_of_a_recipe(tool, desk, task, tmp_path):
