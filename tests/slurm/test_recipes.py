@@ -150,7 +150,7 @@ def test_dpo_after_its_cache(tool, desk, task):
 
 
 def test_cut_network_ends_by_the_watchdog(tool, desk, task):
-    """The two nodes do not reach each other any more, and both the controller."""
+    """Both nodes reach the controller and not each other: srun alone would wait for ever."""
     words = (*GRPO, "train.num_rollout_batches=100", "cluster.timeout_minutes=0.5")
     words = tuple(word for word in words if word != GRPO[0])
     (job,), folder = submit(tool, desk, "grpo", task, "cut", *words, RL_END_SECONDS="5")
@@ -163,6 +163,7 @@ def test_cut_network_ends_by_the_watchdog(tool, desk, task):
     log = log_of(folder, job)
     assert (found["JobState"], found["ExitCode"]) == ("FAILED", "1:0"), log
     assert time.monotonic() - begun < 120
+    assert "other nodes do not answer" in log
     assert re.search(r"^rank \d on node\d ended with exit code 1$", log, re.MULTILINE), log
 
 

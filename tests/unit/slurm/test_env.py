@@ -253,6 +253,26 @@ def test_refused_before_anything_starts(batch, environment, message):
     assert code == 2 and message in said and not (batch.folder / "srun").exists()
 
 
+def test_gpus_that_a_task_does_not_see(batch):
+    """--gpus-per-task shows each task one GPU, and LOCAL_RANK counts those of the node."""
+    code, said = batch.run(RL_LAUNCH="task", CUDA_VISIBLE_DEVICES="0")
+    assert code == 2 and "give sbatch --gpus-per-node, not --gpus-per-task" in said
+    code, said = batch.run("steps=1", "seconds=0", RL_LAUNCH="task", CUDA_VISIBLE_DEVICES="2,5")
+    assert code == 0, said
+
+
+def test_nodes_must_see_one_file_system(batch):
+    """The stand-in for srun takes the folder away, as if the task were on another node."""
+    srun = batch.bin / "srun"
+    line = "import shutil; shutil.rmtree(os.environ['RL_STATE_FOLDER'])\n"
+    srun.write_text(srun.read_text().replace("words = sys", f"{line}words = sys"))
+    code, said = batch.run()
+    # There is no place to leave the code of the first task, so it may be that of an ended one.
+    assert (
+        code in (2, 143) and "RL_STATE_ROOT must be on a file system that every node sees" in said
+    )
+
+
 def test_site_file(batch):
     """Its values reach the ranks, a container's arguments srun; the environment wins over it."""
     site = batch.folder / "cluster.env"
