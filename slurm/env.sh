@@ -209,6 +209,8 @@ run_job() {
   RL_STATE_FOLDER="${RL_STATE_ROOT:-$PWD/runs/slurm}/${job}_${SLURM_RESTART_COUNT:-0}"
   export RL_STATE_FOLDER
   mkdir -p "$RL_STATE_FOLDER"
+  # Numbers of jobs begin again on some sites.
+  rm -f "$RL_STATE_FOLDER"/failure_* "$RL_STATE_FOLDER/requeue"
   say "job $job, attempt $((${SLURM_RESTART_COUNT:-0} + 1)): $SLURM_NNODES nodes x $RL_RANKS_PER_NODE ranks on" \
     "$SLURM_JOB_NODELIST, rendezvous $MASTER_ADDR:$MASTER_PORT, launch $RL_LAUNCH"
   # shellcheck disable=SC2086
