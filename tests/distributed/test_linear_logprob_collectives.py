@@ -28,7 +28,7 @@ def problem(which):
 
 
 class Counter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Collectives by name, and the elements that each sends."""
+    """Collectives by name, and the float32 that each sends."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Counter(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             tensors = args[0] if isinstance(args[0], list) else [args[1]]
-            self.seen.append((func._opname, sum(t.numel() for t in tensors)))
+            self.seen.append((func._opname, sum(t.nbytes for t in tensors) // 4))
         return func(*args, **(kwargs or {}))
 
 

@@ -86,6 +86,24 @@ class CpuRows(TorchRows):
         )
         return logits.to(dtype)
 
+    def join(self, high: Tensor, tail: Tensor, total: Tensor) -> None:
+        """See `RowKernels`."""
+        assert total.is_contiguous() and high.is_contiguous() and tail.is_contiguous()
+        self._library.rl_join(
+            _pointer(high), _pointer(tail), _pointer(total), *_count_and_threads(total)
+        )
+
+    def split(self, total: Tensor, high: Tensor, tail: Tensor) -> None:
+        """See `RowKernels`."""
+        assert total.is_contiguous() and high.is_contiguous() and tail.is_contiguous()
+        self._library.rl_split(
+            _pointer(total), _pointer(high), _pointer(tail), *_count_and_threads(total)
+        )
+
+
+def _count_and_threads(tensor: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int32]:
+    return ctypes.c_int64(tensor.numel()), ctypes.c_int32(torch.get_num_threads())
+
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())

@@ -24,12 +24,12 @@ from rl_megatron.kernels.linear_logprob.passes import (
     Upstream,
     add_gradients,
     nothing,
-    operands,
+    operand,
     tile_gradient,
     tile_statistics,
 )
 from rl_megatron.kernels.linear_logprob.sharing import Sharing
-from rl_megatron.kernels.linear_logprob.weight_gradient import Summed, delivered
+from rl_megatron.kernels.linear_logprob.weight_gradient import HeldWeight, delivered, held_gradient
 
 # (rows: int64 [n], log-prob [n], entropy [n]) -> (gradient of log-prob [n], of entropy [n]).
 TokenGradient = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -41,7 +41,7 @@ class Held:
     head, each None if nobody wants it, and the gradients [n] that they were computed from."""
 
     d_used: Tensor | None
-    d_weight: Summed | None
+    d_weight: HeldWeight | None
     predicted: Upstream
 
     def add_missing(self, problem: Problem, g: Upstream) -> bool:
@@ -94,11 +94,12 @@ def gradients_while_hot(
     num_rows = len(hidden)
     held = Held(
         hidden.new_zeros(hidden.shape, dtype=head.dtype) if needs[0] else None,
-        Summed(weight, head.dtype) if needs[1] else None,
+        held_gradient(weight, head.dtype, head.kernels, head.tiles.columns) if needs[1] else None,
         Upstream(*(hidden.new_zeros(num_rows, dtype=head.dtype) for _ in range(2))),
     )
     result = RowResult(*(hidden.new_zeros(num_rows, dtype=head.dtype) for _ in RowResult._fields))
-    cuts = head.tiles.kept_whole(num_rows, len(head.weight), head.dtype.itemsize)
+    held_bytes = 0 if held.d_weight is None else held.d_weight.tail_bytes
+    cuts = head.tiles.kept_whole(num_rows, len(head.weight), head.dtype.itemsize, held_bytes)
     for cut in cuts or [slice(0, 0)]:
         _one_chunk(Problem(head, hidden, rows, result), held, cut, index, sharing, token_gradient)
     return result, held
@@ -114,14 +115,14 @@ def _one_chunk(
 ) -> None:
     """Fill in results and held gradients of the rows in `cut`."""
     head, rows = problem.head, problem.rows.take(cut)
-    (tile,) = operands(head, problem.hidden, [cut])
+    tile = operand(head, problem.hidden, cut)
     parts = nothing(max(len(head.stretches), 1), len(rows.column), head)
     kept: list[Tensor] = []
     for part, columns in zip(parts, head.stretches, strict=False):
         logits = head.kernels.logits(tile, head.stretch(columns))
         part[:] = tile_statistics(head, logits, rows, columns)
         kept.append(logits)
-    result = finish(merge(sharing.gather_statistics(merge(parts)))).to(head.dtype)
+    result = finish(merge(sharing.gather_statistics(merge(parts), head.dtype))).to(head.dtype)
     for whole, some in zip(problem.result, result, strict=True):
         whole[cut] = some
     g = Upstream(*token_gradient(index[cut], result.logprob, result.entropy))
@@ -150,6 +151,8 @@ def _add_kept(problem: Problem, held: Held, cut: slice, tile: Tensor, kept: list
             part = head.kernels.hidden_gradient(dlogits, head.stretch(columns))
             d_tile = part if d_tile is None else d_tile.add_(part)
         if held.d_weight is not None:
-            head.kernels.add_weight_gradient(held.d_weight.open(columns), dlogits, tile)
+            into = held.d_weight.open(columns)
+            head.kernels.add_weight_gradient(into, dlogits, tile)
+            held.d_weight.close(columns, into)
     if held.d_used is not None and d_tile is not None:
         held.d_used[inside] = d_tile

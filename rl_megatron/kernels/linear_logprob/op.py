@@ -66,7 +66,8 @@ class _FusedHead(torch.autograd.Function):
         rows = Rows(column, _inv_temperature(call.temperature, index, head.dtype))
         held = None
         if call.token_gradient is None:
-            result = finish(merge(sharing.gather_statistics(statistics(head, used, rows))))
+            found = statistics(head, used, rows)
+            result = finish(merge(sharing.gather_statistics(found, head.dtype)))
             result = result.to(head.dtype)
         else:
             result, held = gradients_while_hot(
@@ -120,13 +121,19 @@ def _head(hidden: Tensor, weight: Tensor, call: Call) -> Head:
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     # A GPU adds up products of half precision in float32; a CPU is slower at them, or rounds.
     halves = hidden.is_cuda and hidden.dtype == weight.dtype
+    operand = weight.dtype if halves else dtype
+    tiles = tiles_for(hidden.device)
+    room = None
+    if weight.dtype != operand:
+        room = weight.new_empty(min(tiles.columns, len(weight)), weight.shape[1], dtype=operand)
     return Head(
         weight=weight[: max(0, call.vocab_size - call.sharing.rank * len(weight))],
         softcap=call.softcap,
         kernels=call.kernels,
-        tiles=tiles_for(hidden.device),
+        tiles=tiles,
         dtype=dtype,
-        operand=weight.dtype if halves else dtype,
+        operand=operand,
+        room=room,
     )
 
 

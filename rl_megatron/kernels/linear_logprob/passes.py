@@ -23,7 +23,9 @@ from rl_megatron.kernels.linear_logprob.weight_gradient import WeightGradient
 class Head:
     """The real rows of this rank's shard [V, H], and how logits are made of it.
 
-    `dtype` is that of logits and sums, `operand` that of the factors of matrix products.
+    `dtype` is that of logits and sums, `operand` that of the factors of matrix products. `room`
+    [>= stretch, H] of that dtype is where a stretch is widened: memory taken and given back for
+    each would leave holes between the logits that are kept. None if the weight is of that dtype.
     """
 
     weight: Tensor
@@ -32,6 +34,7 @@ class Head:
     tiles: Tiles
     dtype: torch.dtype
     operand: torch.dtype
+    room: Tensor | None
 
     @property
     def stretches(self) -> list[slice]:
@@ -39,8 +42,9 @@ class Head:
         return self.tiles.of_columns(len(self.weight))
 
     def stretch(self, columns: slice) -> Tensor:
-        """A cut of the head, ready to be multiplied with."""
-        return self.weight[columns].to(self.operand)
+        """A cut of the head, ready to be multiplied with, until the next one is asked for."""
+        part = self.weight[columns]
+        return part if self.room is None else self.room[: len(part)].copy_(part)
 
 
 class Rows(NamedTuple):
@@ -86,20 +90,19 @@ class Problem(NamedTuple):
         return Problem(self.head, self.hidden[index], self.rows.take(index), some)
 
 
-def operands(head: Head, hidden: Tensor, cuts: list[slice]) -> list[Tensor]:
-    """Hidden states of each tile of rows, ready to be multiplied, the last one filled up."""
-    hidden = hidden.to(head.operand)
-    return [filled_up(hidden[cut]).contiguous() for cut in cuts]
+def operand(head: Head, hidden: Tensor, cut: slice) -> Tensor:
+    """Hidden states of a tile of rows, ready to be multiplied, filled up if it is a short one."""
+    return filled_up(hidden[cut].to(head.operand)).contiguous()
 
 
 def statistics(head: Head, hidden: Tensor, rows: Rows) -> Tensor:
     """(m, s, u, z of the target) [4, n] float64 of this shard; see `merge`."""
     cuts = head.tiles.of_rows(len(hidden))
-    tiles = operands(head, hidden, cuts)
     parts = nothing(max(len(head.stretches), 1), len(hidden), head)
     for part, columns in zip(parts, head.stretches, strict=False):
         weight = head.stretch(columns)
-        for cut, tile in zip(cuts, tiles, strict=True):
+        for cut in cuts:
+            tile = operand(head, hidden, cut)
             logits = head.kernels.logits(tile, weight)
             part[:, cut] = tile_statistics(head, logits, rows.take(cut), columns)
     # A tile of rows at a time, as it is done in float64.
@@ -144,11 +147,11 @@ def add_gradients(
     """Add this shard's gradients to d_hidden [n, H] and d_weight; None leaves one out."""
     head, hidden, rows, result = problem
     cuts = head.tiles.of_rows(len(hidden))
-    tiles = operands(head, hidden, cuts)
     for columns in head.stretches if cuts else []:
         weight = head.stretch(columns)
         into = None if d_weight is None else d_weight.open(columns)
-        for cut, tile in zip(cuts, tiles, strict=True):
+        for cut in cuts:
+            tile = operand(head, hidden, cut)
             logits = head.kernels.logits(tile, weight)
             some = RowResult(*(x[cut] for x in result))
             dlogits = tile_gradient(head, logits, rows.take(cut), some, g.take(cut), columns)

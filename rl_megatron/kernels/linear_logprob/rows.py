@@ -60,3 +60,11 @@ class RowKernels(Protocol):
     def add_weight_gradient(self, into: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
         """into [V, H] += dlogits^T hidden, accumulated in the dtype of `into`, fp32 (fp64)."""
         ...
+
+    def join(self, high: Tensor, tail: Tensor, total: Tensor) -> None:
+        """See `sums`."""
+        ...
+
+    def split(self, total: Tensor, high: Tensor, tail: Tensor) -> None:
+        """See `sums`."""
+        ...

@@ -32,10 +32,15 @@ class Sharing:
         size = dist.get_world_size(group)
         return cls(group, size, dist.get_rank(group), sequence_parallel and size > 1)
 
-    def gather_statistics(self, statistics: Tensor) -> Tensor:
-        """[size, 4, n] in rank order from each rank's [4, n]."""
+    def gather_statistics(self, statistics: Tensor, dtype: torch.dtype) -> Tensor:
+        """[size, 4, n] in rank order from each rank's [4, n], which travel in `dtype`.
+
+        In float32 a maximum and a target's logit are what they are; the sums lose 6e-8 of
+        themselves, which is as much of a nat, and are merged in float64 again.
+        """
         if self.size == 1:
             return statistics[None]
+        statistics = statistics.to(dtype)
         shards = statistics.new_empty(self.size, *statistics.shape)
         dist.all_gather_into_tensor(shards.flatten(0, 1), statistics, group=self.group)
         return shards

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_megatron.kernels.linear_logprob import sums
+
 
 class TorchRows:
     """See `RowKernels`. A few temporaries of the size of a tile."""
@@ -67,6 +69,14 @@ class TorchRows:
             into.addmm_(dlogits.t(), hidden)
         else:
             into += _product(dlogits.t(), hidden)
+
+    def join(self, high: Tensor, tail: Tensor, total: Tensor) -> None:
+        """See `RowKernels`."""
+        sums.join(high, tail, total)
+
+    def split(self, total: Tensor, high: Tensor, tail: Tensor) -> None:
+        """See `RowKernels`."""
+        sums.split(total, high, tail)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rl_megatron.kernels.device_math import LN2, LOG2E, tanh
 from rl_megatron.kernels.launch import launch
+from rl_megatron.kernels.linear_logprob import sums
 
 STATISTICS_BLOCK, STATISTICS_WARPS = 4096, 4
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
@@ -120,6 +121,14 @@ class TritonRows:
             torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
         else:
             into += _product(a, b)
+
+    def join(self, high: Tensor, tail: Tensor, total: Tensor) -> None:
+        """See `RowKernels`."""
+        sums.join(high, tail, total)
+
+    def split(self, total: Tensor, high: Tensor, tail: Tensor) -> None:
+        """See `RowKernels`."""
+        sums.split(total, high, tail)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

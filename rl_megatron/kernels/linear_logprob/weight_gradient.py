@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rl_megatron.kernels.linear_logprob.rows import RowKernels
+
 
 @runtime_checkable
 class WeightGradient(Protocol):
@@ -28,6 +30,8 @@ class WeightGradient(Protocol):
 class Summed:
     """Added up where it will stay, as the weight is float32 (or float64) itself, or kept so until
     all of it is there. Rows of padding are exactly 0."""
+
+    tail_bytes = 0
 
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         self.total = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
@@ -63,6 +67,42 @@ class Rounded:
     def result(self) -> Tensor:
         """See `WeightGradient`."""
         return self.rounded
+
+
+class ThreeBytes:
+    """For a bfloat16 weight whose stretches are visited more than once: between visits a stretch is
+    its bfloat16 and an 8-bit tail, 3 bytes where a float32 is 4 and a copy to hand over 2 more.
+
+    A visit adds in float32 and rounds to 16 significant bits, 2^-16 of what is there; the last one
+    leaves the bfloat16 that is handed over. So that is within 2^-8 (1 + visits / 256) of the sum
+    where it did not cancel, and 2^-8 is what one rounding costs.
+    """
+
+    def __init__(self, weight: Tensor, kernels: RowKernels, longest: int):
+        self.kernels = kernels
+        self.high = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+        self.tail = torch.zeros_like(self.high, dtype=torch.int8)
+        self.tail_bytes = self.tail.nbytes
+        # One for all stretches: memory asked for anew at each visit has to be cleared anew.
+        self.room = torch.empty_like(self.high[:longest], dtype=torch.float32)
+
+    def open(self, columns: slice) -> Tensor:
+        """See `WeightGradient`; what it gives is good until the next one is asked for."""
+        high, tail = self.high[columns], self.tail[columns]
+        total = self.room[: len(high)]
+        self.kernels.join(high, tail, total)
+        return total
+
+    def close(self, columns: slice, total: Tensor) -> None:
+        """See `WeightGradient`."""
+        self.kernels.split(total, self.high[columns], self.tail[columns])
+
+    def result(self) -> Tensor:
+        """See `WeightGradient`."""
+        return self.high
+
+
+HeldWeight = Summed | ThreeBytes
 
 
 class MainGrad:
@@ -113,9 +153,20 @@ def weight_gradient(weight: Tensor, dtype: torch.dtype) -> WeightGradient:
     return Summed(weight, dtype) if weight.dtype == dtype else Rounded(weight)
 
 
-def delivered(weight: Tensor, total: Summed) -> Tensor:
+def held_gradient(
+    weight: Tensor, dtype: torch.dtype, kernels: RowKernels, longest: int
+) -> HeldWeight:
+    """Where a gradient goes that is kept from the forward pass to the backward pass, and whose
+    stretches, of `longest` rows at most, are visited for each chunk of rows. On a GPU it is
+    float32, whose sums cuBLAS adds to itself."""
+    if weight.dtype == torch.bfloat16 and not weight.is_cuda and not has_main_grad(weight):
+        return ThreeBytes(weight, kernels, longest)
+    return Summed(weight, dtype)
+
+
+def delivered(weight: Tensor, total: HeldWeight) -> Tensor:
     """What to hand to autograd for a gradient that was summed ahead of the backward pass."""
-    if not has_main_grad(weight):
+    if isinstance(total, ThreeBytes) or not has_main_grad(weight):
         return total.result()
     target = MainGrad(weight)
     target.open(slice(None)).add_(total.total)

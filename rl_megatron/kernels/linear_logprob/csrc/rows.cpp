@@ -262,4 +262,28 @@ void rl_row_gradient(float* logits, int64_t rows, int64_t width, const int64_t* 
   }
 }
 
+// total [count] of a sum that is kept as bfloat16 and an 8-bit tail; see sums.py.
+void rl_join(const int16_t* high, const int8_t* tail, float* total, int64_t count,
+             int32_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = ((uint32_t(int32_t(high[i])) << 8) + uint32_t(int32_t(tail[i]))) << 8;
+    std::memcpy(total + i, &bits, sizeof bits);
+  }
+}
+
+// The way back, rounded to the nearest.
+void rl_split(const float* total, int16_t* high, int8_t* tail, int64_t count, int32_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, total + i, sizeof bits);
+    bits = total[i] == total[i] ? bits : 0x7fc00000u;  // Another NaN might be carried to a 0.
+    const int32_t kept = int32_t(bits + 0x80u) >> 8;
+    const int32_t upper = (kept + 0x80) >> 8;
+    high[i] = int16_t(upper);
+    tail[i] = int8_t(kept - upper * 256);
+  }
+}
+
 }  // extern "C"
