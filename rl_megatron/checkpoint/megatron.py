@@ -66,11 +66,22 @@ class MegatronSave:
             raise CheckpointError(f"{self._folder} cannot be written: {_reason(error)}") from error
 
 
+def make_save_plan() -> Any:
+    """Where Megatron remembers what ranks write which part of what, from one save to the next.
+
+    One for each model: it holds as long as the model, its layout and the format stay the same.
+    """
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    return TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+
+
 def save_megatron(
     folder: Path,
     chunks: Sequence[nn.Module],
     optimizer: Any = None,
     *,
+    plan: Any = None,
     reshardable: bool = True,
     background: bool = False,
 ) -> MegatronSave:
@@ -83,6 +94,7 @@ def save_megatron(
         folder: Where to.
         chunks: This rank's part of the model.
         optimizer: Megatron's optimizer.
+        plan: That of earlier saves of the same model, see `make_save_plan`; None to plan anew.
         reshardable: Write the optimizer's state so that it can be read under any layout.
         background: Return at once; nothing is on disk before `finish`.
     """
@@ -92,6 +104,8 @@ def save_megatron(
     filesystem_async._results_queue = results_queue()
     metadata = {_SHARDING: _RESHARDABLE if reshardable else _SAME_LAYOUT}
     arguments: dict[str, Any] = {"content_metadata": metadata, "async_sharded_save": True}
+    if plan is not None:
+        arguments["sharded_strategy"] = plan
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
         arguments["async_strategy"] = "mcore"
     state = _state(chunks, optimizer, metadata, is_loading=False)

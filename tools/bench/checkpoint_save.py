@@ -6,7 +6,7 @@ One rank, SFT steps of a small Llama, a checkpoint after each of a few rounds. "
 save itself takes from the loop; "until durable" is when it counts; "share" is of the wait of the
 synchronous save in the same format. Both formats of the optimizer's state are shown: that which can
 be read under any layout, and that of the same layout (`checkpoint.reshardable`). Loading is timed
-too. The first save of a process, which imports and plans more, is left out.
+too. The first saves of a process, which plan who writes what, are left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rl_megatron.models.families import read_shape, weight_rules  # noqa: E402
 from rl_megatron.parallel.layout import Layout  # noqa: E402
 from rl_megatron.parallel.process import Process, start_megatron, stop  # noqa: E402
 
-VOCAB_SIZE, ROUNDS = 8192, 3
+VOCAB_SIZE, WARM_UP, ROUNDS = 8192, 3, 3
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def measure(
 ) -> tuple[float, float]:
     """Seconds that saves take from the loop, and until they are published; medians."""
     waits, durable = [], []
-    for number in range(ROUNDS + 1):
+    for number in range(WARM_UP + ROUNDS):
         began = time.perf_counter()
         new = NewCheckpoint(root, number, process)
         save = backend.save(new.aside, reshardable=reshardable, background=background)
@@ -110,13 +110,13 @@ def measure(
         new.publish(keep_last=1)
         waits[-1] += time.perf_counter() - began_end
         durable.append(time.perf_counter() - began)
-    return statistics.median(waits[1:]), statistics.median(durable[1:])
+    return statistics.median(waits[WARM_UP:]), statistics.median(durable[WARM_UP:])
 
 
 def load(backend: PolicyBackend, root: Path) -> float:
     """Seconds to read the last checkpoint."""
     began = time.perf_counter()
-    backend.load(iteration_folder(root, ROUNDS))
+    backend.load(iteration_folder(root, WARM_UP + ROUNDS - 1))
     return time.perf_counter() - began
 
 

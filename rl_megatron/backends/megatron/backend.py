@@ -29,7 +29,7 @@ from rl_megatron.backends.reduce import (
 )
 from rl_megatron.backends.token_gradient import token_gradient
 from rl_megatron.checkpoint.hf_save import iter_hf_weights
-from rl_megatron.checkpoint.megatron import load_megatron, save_megatron
+from rl_megatron.checkpoint.megatron import load_megatron, make_save_plan, save_megatron
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching, plan_micro_batches
 from rl_megatron.interfaces.batch import PackedBatch
@@ -84,6 +84,7 @@ class MegatronBackend:
         self._one_pass = one_pass
         self._balance_coefficient = moe_aux_loss_coeff
         self._offloaded = Offloaded()
+        self._save_plans: dict[bool, Any] = {}
         self._optimizer: Any = None
         self._modules: list[Any] = list(chunks)
         if optimizer is None:
@@ -151,10 +152,13 @@ class MegatronBackend:
         self, folder: Path, *, reshardable: bool = True, background: bool = False
     ) -> PendingSave:
         """Write weights and optimizer state; see `PolicyBackend`."""
+        if reshardable not in self._save_plans:
+            self._save_plans[reshardable] = make_save_plan()
         return save_megatron(
             folder,
             self.chunks,
             self._optimizer,
+            plan=self._save_plans[reshardable],
             reshardable=reshardable,
             background=background,
         )
