@@ -1,6 +1,6 @@
 """Log-probs and entropy from hidden states: ours, other libraries' and the bare matrix products.
 
-    python tools/bench/linear_logprob.py [--dtype bfloat16] [--tokens 2048] [--json FILE]
+    python tools/bench/linear_logprob.py [--dtype bfloat16] [--minutes 5] [--json FILE]
 
 Each row runs in a process of its own. Time is a ratio to the matrix products that the work is made
 of, run in turn with it: one for a forward pass, four for a forward and backward pass (a pass that
@@ -10,6 +10,12 @@ those of the dtype or of float32, whichever is faster here. On a GPU it is time 
 is what is held at once above the inputs and, in a backward pass, the gradients of hidden states and
 head. Errors are the largest of 64 rows against float64, in nats. Those without an entropy error
 compute none, nor its gradient.
+
+All rows share --minutes, those with more products more of it. A row that would take longer is
+measured fewer times, and if that is not enough with fewer tokens, half as many again and again but
+not below 128: the bare products of its dtype tell which (half precision is slow on many CPUs). The
+products beside it are then of as many tokens, and so is its peak. Rows of ours that `auto` takes
+always have all tokens. The table and the JSON say how many tokens and runs a row is made of.
 """
 
 from __future__ import annotations
@@ -19,54 +25,32 @@ import ctypes
 import gc
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from rl_megatron.kernels.linear_logprob.reference import plain_logprob  # noqa: E402
+from tools.bench.logprob_table import Row, Size, markdown, table  # noqa: E402
 from tools.bench.logprob_ways import MODES, WAYS, Problem, Way  # noqa: E402
 
 CHECKED_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Size:
-    """What is measured."""
-
-    tokens: int
-    hidden: int
-    vocab: int
-    dtype: str
-    threads: int
-    repeats: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table; see the module."""
-
-    name: str
-    dtype: str
-    mode: str
-    ratio_to_gemm: float | None = None
-    peak_mib: float | None = None
-    logprob_error: float | None = None
-    entropy_error: float | None = None
-    note: str = ""
+LEAST_TOKENS = 128
+# What a row costs at least, in passes of bare products: two of its own, with what is beside their
+# products, and one of them. Compiling comes on top.
+PASSES = 3.6
 
 
 def main() -> None:
@@ -79,17 +63,29 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=49152)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="at most, of each row")
+    parser.add_argument("--minutes", type=float, default=5.0, help="for all rows together")
     parser.add_argument("--only", nargs="+", help=f"some of: {', '.join(WAYS)}")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", action="store_true", help="the README's table at the end")
     args = parser.parse_args()
     os.environ["OMP_WAIT_POLICY"] = "passive"  # For the processes that measure.
+    deadline = time.perf_counter() + 60 * args.minutes
+    chosen = selected(args.only)
+    shares = [MODES[mode] if is_installed(name) else 0 for name, mode in chosen]
+    to_come = len(args.dtype) * sum(shares)
     rows = []
     for dtype in args.dtype:
         size = Size(args.tokens, args.hidden, args.vocab, dtype, args.threads, args.repeats)
-        ours = [measured(name, mode, size) for name, mode in selected(args.only)]
-        Console().print(table(size, ours))
-        rows += ours
+        of_dtype = []
+        for (name, mode), share in zip(chosen, shares, strict=True):
+            left = max(0.0, deadline - time.perf_counter())
+            of_dtype.append(measured(name, mode, size, left * share / max(to_come, 1)))
+            to_come -= share
+        Console().print(table(size, of_dtype))
+        rows += of_dtype
+    if args.markdown:
+        print(markdown(rows))
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
@@ -105,27 +101,62 @@ def selected(only: list[str] | None) -> list[tuple[str, str]]:
     ]
 
 
-def measured(name: str, mode: str, size: Size) -> Row:
-    """The row of one way and mode, from a fresh process."""
-    package = WAYS[name].package
-    if package is not None and importlib.util.find_spec(package) is None:
+def measured(name: str, mode: str, size: Size, limit: float = math.inf) -> Row:
+    """The row of one way and mode in about `limit` seconds, from a fresh process."""
+    if not is_installed(name):
         return Row(name, size.dtype, mode, note="not installed (pip install -e .[bench])")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measure, (name, mode, size))
+    # Forked from one that has done nothing but import torch, which takes as long as a pass.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    with context.Pool(1) as pool:
+        return pool.apply(measure, (name, mode, size, limit))
 
 
-def measure(name: str, mode: str, size: Size) -> Row:
+def is_installed(name: str) -> bool:
+    """Whether this way can be measured here."""
+    package = WAYS[name].package
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+def measure(name: str, mode: str, size: Size, limit: float = math.inf) -> Row:
     """Memory first, before the bound has made all logits; then time; then errors."""
+    end = time.perf_counter() + limit
     torch.set_num_threads(size.threads)
-    way, problem = WAYS[name], make_problem(size)
+    way = WAYS[name]
+    size = replace(size, tokens=affordable_tokens(way, mode, size, limit))
+    problem = make_problem(size)
     run = way.make(problem, mode)
     run()  # Whatever is loaded and compiled on first use.
     problem.drop_gradients()
-    peak = peak_bytes(run, problem.hidden.device) - way.kept_bytes(problem, mode)
+    first: list[float] = []
+    device = problem.hidden.device
+    peak = peak_bytes(lambda: first.append(seconds(run, device)), device)
+    peak -= way.kept_bytes(problem, mode)
     problem.drop_gradients()
-    ratio = time_ratio(run, problem, mode, size.repeats)
+    ratio, repeats = time_ratio(run, problem, mode, size.repeats, first[0], end)
     logprob_error, entropy_error = errors(way, problem)
-    return Row(name, size.dtype, mode, ratio, peak / 2**20, logprob_error, entropy_error)
+    return Row(
+        name, size.dtype, mode, ratio, peak / 2**20, logprob_error, entropy_error,
+        size.tokens, repeats,
+    )  # fmt: skip
+
+
+def affordable_tokens(way: Way, mode: str, size: Size, limit: float) -> int:
+    """How many tokens `limit` seconds are enough for, going by bare products of a part."""
+    if way.whole:
+        return size.tokens
+    vocab = min(size.vocab, 4096)
+    part = make_problem(replace(size, tokens=min(size.tokens, LEAST_TOKENS), vocab=vocab))
+    dtype = part.hidden.dtype if way.own_dtype else fastest_dtype(part)
+    work = make_products(part, dtype, 1)
+    work()
+    start = time.perf_counter()
+    work()
+    per_token = (time.perf_counter() - start) / len(part.hidden) * size.vocab / vocab
+    tokens = size.tokens
+    while tokens > LEAST_TOKENS and PASSES * MODES[mode] * per_token * tokens > limit:
+        tokens = max(LEAST_TOKENS, tokens // 2)
+    return tokens
 
 
 def make_problem(size: Size) -> Problem:
@@ -142,15 +173,29 @@ def make_problem(size: Size) -> Problem:
     return Problem(hidden.requires_grad_(), head.requires_grad_(), targets, gradients)
 
 
-def time_ratio(run: Callable[[], object], problem: Problem, mode: str, repeats: int) -> float:
-    """Least time of `run` over the least of the bound, taken in turn."""
+def time_ratio(
+    run: Callable[[], object], problem: Problem, mode: str, repeats: int, first: float, end: float
+) -> tuple[float, int]:
+    """Least time of `run` over the least of the bound, taken in turn, and how often each was.
+
+    `first` is a time of `run` already. There are no more than `repeats`, and none that would not
+    be done by `end`.
+    """
+    device = problem.hidden.device
     bound = make_products(problem, fastest_dtype(problem), MODES[mode])
-    best = [float("inf"), float("inf")]
-    for _ in range(repeats):
-        for place, work in enumerate((run, bound)):
-            problem.drop_gradients()
-            best[place] = min(best[place], seconds(work, problem.hidden.device))
-    return best[0] / best[1]
+    start = time.perf_counter()
+    least, least_of_bound = first, seconds(bound, device)
+    round_seconds = time.perf_counter() - start
+    done = 1
+    while done < repeats and time.perf_counter() + round_seconds < end:
+        start = time.perf_counter()
+        problem.drop_gradients()
+        least = min(least, seconds(run, device))
+        problem.drop_gradients()
+        least_of_bound = min(least_of_bound, seconds(bound, device))
+        round_seconds = time.perf_counter() - start
+        done += 1
+    return least / least_of_bound, done
 
 
 def fastest_dtype(problem: Problem) -> torch.dtype:
@@ -238,27 +283,6 @@ def errors(way: Way, problem: Problem) -> tuple[float, float | None]:
 def largest(value: Tensor, exact: Tensor) -> float:
     """The largest difference."""
     return float((value.double() - exact).abs().max())
-
-
-def table(size: Size, rows: list[Row]) -> Table:
-    """The rows, to be printed."""
-    where = (
-        torch.cuda.get_device_name() if torch.cuda.is_available() else f"{size.threads} CPU threads"
-    )
-    what = f"{size.tokens} tokens, hidden size {size.hidden}, vocabulary {size.vocab}"
-    title = f"{what}, {size.dtype}, {where}"
-    shown = Table(title=title, box=SIMPLE)
-    for column in ("way", "mode", "time / products", "peak MiB", "log-prob error", "entropy error"):
-        shown.add_column(column, justify="left" if column in ("way", "mode") else "right")
-    for row in rows:
-        if row.note:
-            shown.add_row(row.name, row.mode, row.note)
-            continue
-        formats = ("{:.2f}", "{:.0f}", "{:.1e}", "{:.1e}")
-        values = (row.ratio_to_gemm, row.peak_mib, row.logprob_error, row.entropy_error)
-        cells = ("-" if v is None else f.format(v) for f, v in zip(formats, values, strict=True))
-        shown.add_row(row.name, row.mode, *cells)
-    return shown
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ class Problem:
 class Way:
     """A way to log-prob and, if it can, entropy.
 
-    `modes` it has, `devices` it runs on, `package` it needs; `keeps` its own extra output.
+    `modes` it has, `devices` it runs on, `package` it needs. `own_dtype`: it multiplies in the
+    dtype of its inputs, also where a CPU is slow at that. `whole`: with all tokens, whatever time
+    that takes.
     """
 
     values: Callable[[Problem], Values]
@@ -42,6 +44,8 @@ class Way:
     devices: tuple[str, ...] = ("cpu", "cuda")
     package: str | None = None
     one_pass: Callable[[Problem], Values] | None = None
+    own_dtype: bool = True
+    whole: bool = False
 
     def make(self, problem: Problem, mode: str) -> Callable[[], object]:
         """One pass of `mode`."""
@@ -81,7 +85,9 @@ def ours(implementation: str, devices: tuple[str, ...]) -> Way:
         assert g is not None
         return values(problem, token_gradient=lambda rows, *_: (g[0][rows], g[1][rows]))
 
-    return Way(values, ("forward", "two-pass", "one-pass"), devices, one_pass=one_pass)
+    modes = ("forward", "two-pass", "one-pass")
+    whole = implementation != "torch"
+    return Way(values, modes, devices, one_pass=one_pass, own_dtype=False, whole=whole)
 
 
 def plain(problem: Problem) -> Values:
