@@ -73,6 +73,7 @@ class Job:
         self._timer = PhaseTimer()
         self._saver = CheckpointSaver(run, process, self.folder / CHECKPOINTS)
         self._stop = StopRequest(run.checkpoint, self._started)
+        self._stop.check()
         self._progress: RunProgress | None = None
         self._policy: TrainedModel | None = None
         self._parts: dict[str, Stateful] = {}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rl_megatron.config.checkpoint import CheckpointConfig
+from rl_megatron.errors import ConfigError
 from rl_megatron.parallel.process import Process
 
 EXIT_REQUEUE = 75
@@ -51,6 +52,21 @@ class StopRequest:
         self._signalled = False
         self._handlers: dict[signal.Signals, Any] = {}
 
+    def check(self) -> None:
+        """Refuse an allocation that ends before anything could be done.
+
+        Raises:
+            ConfigError: Every attempt would make one round and be requeued.
+        """
+        end, spare = _end_of_allocation(), self._settings.exit_before_end_minutes
+        left = None if end is None else (end - self._started) / 60
+        if left is not None and left < spare:
+            raise ConfigError(
+                f"checkpoint.exit_before_end_minutes = {spare:g}: the allocation has only "
+                f"{max(left, 0):.1f} minutes left ({END_OF_ALLOCATION}); ask for more time, or "
+                "lower it"
+            )
+
     def listen(self) -> None:
         """From now on signals only ask; also a second one while the first is being answered."""
         self._handlers = {number: signal.signal(number, self._hear) for number in _SIGNALS}
@@ -78,11 +94,16 @@ class StopRequest:
     def _reason(self, now: float) -> int:
         if self._signalled:
             return _SIGNAL
-        limit, end = self._settings.exit_duration_in_minutes, os.environ.get(END_OF_ALLOCATION)
+        limit, end = self._settings.exit_duration_in_minutes, _end_of_allocation()
         if limit is not None and now - self._started >= 60 * limit:
             return _DURATION
-        if end is not None and end.isdigit():
-            spare = 60 * self._settings.exit_before_end_minutes
-            if now + self._longest_round + spare > int(end):
-                return _ALLOCATION
+        spare = 60 * self._settings.exit_before_end_minutes
+        if end is not None and now + self._longest_round + spare > end:
+            return _ALLOCATION
         return 0
+
+
+def _end_of_allocation() -> int | None:
+    """Seconds since the epoch; None where nobody says."""
+    text = os.environ.get(END_OF_ALLOCATION, "")
+    return int(text) if text.isdigit() else None

@@ -240,9 +240,14 @@ def test_time_limits_do_the_same_without_a_signal(tmp_path, sft, monkeypatch):
     run = sft(tmp_path / "allocation", checkpoint__exit_before_end_minutes=10.0)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
     assert train(run, 1) == (1, [1])
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 300))
-    run = sft(tmp_path / "allocation", checkpoint__exit_before_end_minutes=10.0)
+
+    def time_passes(round):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 300))
+
     with pytest.raises(Requeue, match="allocation ends soon .*saved step 2"):
+        train(run, 3, time_passes)
+    said = r"exit_before_end_minutes = 10: the allocation has only [45]\.\d minutes left"
+    with pytest.raises(ConfigError, match=said):
         train(run, 3)
 
 
