@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +13,7 @@ from rl_megatron.errors import ConfigError
 from rl_megatron.metrics.jsonl import JsonlFile
 
 METRICS_FILE = "metrics.jsonl"
+_WANDB_ID_FILE = "wandb_id.txt"
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +118,17 @@ class _WandB:
                 f"logging.wandb_project is '{project}', but the package wandb is not installed: "
                 "pip install wandb, or set logging.wandb_project to null"
             ) from error
-        self._run = wandb.init(project=project, name=run_name, dir=str(run_folder))
+        # An attempt that goes on draws on in the curves of those before.
+        known = run_folder / _WANDB_ID_FILE
+        if not known.exists():
+            known.write_text(uuid.uuid4().hex + "\n", encoding="utf-8")
+        self._run = wandb.init(
+            project=project,
+            name=run_name,
+            dir=str(run_folder),
+            id=known.read_text(encoding="utf-8").strip(),
+            resume="allow",
+        )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)

@@ -2,6 +2,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -82,3 +83,23 @@ def test_missing_wandb_names_the_setting_and_the_remedy(
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"logging\.wandb_project is 'mine'.*pip install wandb"):
         MetricsWriter(tmp_path, rank=0, wandb_project="mine")
+
+
+def test_attempts_of_a_run_are_one_run_on_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Run:
+        def finish(self) -> None: ...
+
+    def init(**arguments: object) -> Run:
+        asked.append(arguments)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for folder in ("one", "one", "two"):
+        MetricsWriter(tmp_path / folder, rank=0, wandb_project="mine", run_name="a").close()
+    first, again, other = asked
+    assert first == again and first["resume"] == "allow"
+    assert other["id"] != first["id"]
