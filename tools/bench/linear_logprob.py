@@ -82,7 +82,8 @@ def main() -> None:
             left = max(0.0, deadline - time.perf_counter())
             of_dtype.append(measured(name, mode, size, left * share / max(to_come, 1)))
             to_come -= share
-        Console().print(table(size, of_dtype))
+        # Wider than a pipe is taken to be: no number is to be cut.
+        Console(width=max(120, Console().width)).print(table(size, of_dtype))
         rows += of_dtype
     if args.markdown:
         print(markdown(rows))
