@@ -6,6 +6,7 @@ import ctypes
 import functools
 import multiprocessing
 import signal
+import sys
 from multiprocessing.managers import SyncManager
 from typing import Any
 
@@ -30,4 +31,5 @@ def _live_and_die_with_parent() -> None:
     """Signals that make a rank save and stop are not for this process; the rank's end is."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
