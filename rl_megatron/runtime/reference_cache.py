@@ -31,6 +31,7 @@ from rl_megatron.metrics.progress import RunProgress
 from rl_megatron.models.families import read_shape
 from rl_megatron.parallel.process import Process
 from rl_megatron.runtime.build import build_policy
+from rl_megatron.runtime.stopping import leave_if_asked
 
 DEFAULT_ROOT = Path("runs/ref_cache")
 # A row computed twice, in other company: what two orders of adding up make of it.
@@ -163,21 +164,29 @@ def _build(
     scorer: LazyScorer,
     chunks: Callable[[], Iterator[PackedBatch]],
 ) -> RefCache:
-    """Compute the rows that the cache lacks, those of a killed build being kept. Collective."""
+    """Compute the rows that the cache lacks, those of a killed build being kept. Collective.
+
+    Raises:
+        Requeue: The job is to leave; the rows computed so far are kept.
+    """
     writer = RefCacheWriter(folder, fingerprint, process)
     total = sum(1 for _ in chunks())
     start, computed = time.monotonic(), 0
     progress = RunProgress(
         "reference log-probs", total, process.rank, {}, log_interval=max(1, total // 10)
     )
-    with progress:
-        for number, chunk in enumerate(chunks(), start=1):
-            rows = writer.missing(chunk)
-            if rows:
-                part = chunk.select(rows).with_fields(paired=False)
-                writer.add(part, scorer.get().logprobs(part))
-                computed += part.num_tokens
-            progress.update(number, {})
+    try:
+        with progress:
+            for number, chunk in enumerate(chunks(), start=1):
+                rows = writer.missing(chunk)
+                if rows:
+                    part = chunk.select(rows).with_fields(paired=False)
+                    writer.add(part, scorer.get().logprobs(part))
+                    computed += part.num_tokens
+                progress.update(number, {})
+                leave_if_asked(process)
+    finally:
+        writer.finish_writing()
     seconds = time.monotonic() - start
     writer.publish(
         {

@@ -70,12 +70,14 @@ class StopRequest:
     def listen(self) -> None:
         """From now on signals only ask; also a second one while the first is being answered."""
         self._handlers = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        _listening.append(self)
 
     def stop_listening(self) -> None:
         """Let signals do what they did before."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
+        _listening.remove(self)
 
     def round_begins(self) -> None:
         """A round takes about as long as the longest one so far."""
@@ -83,9 +85,12 @@ class StopRequest:
 
     def agreed(self, process: Process) -> str | None:
         """Why the run is to leave after the round that is over, if any rank has a reason."""
-        now = time.time()
-        self._longest_round = max(self._longest_round, now - self._round_began)
-        mine = torch.tensor(self._reason(now))
+        self._longest_round = max(self._longest_round, time.time() - self._round_began)
+        return self.asked(process)
+
+    def asked(self, process: Process) -> str | None:
+        """The same before the first round."""
+        mine = torch.tensor(self._reason(time.time()))
         return _REASONS[int(process.all_reduce(mine, op=dist.ReduceOp.MAX))] or None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -101,6 +106,21 @@ class StopRequest:
         if end is not None and now + self._longest_round + spare > end:
             return _ALLOCATION
         return 0
+
+
+_listening: list[StopRequest] = []
+
+
+def leave_if_asked(process: Process) -> None:
+    """To be called between the parts of long work before the first round. Collective.
+
+    Raises:
+        Requeue: The job is to leave; what is done by then must be on disk. Never where no job
+            listens to signals.
+    """
+    reasons = [request.asked(process) for request in _listening]
+    for reason in filter(None, reasons):
+        raise Requeue(f"{reason}: what is done so far is kept")
 
 
 def _end_of_allocation() -> int | None:

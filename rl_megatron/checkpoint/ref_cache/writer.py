@@ -74,6 +74,10 @@ class RefCacheWriter:
             job = self._thread.submit(write_shard, self.folder, self._fingerprint.id, rows)
             self._written.append(job)
 
+    def finish_writing(self) -> None:
+        """Wait until what was added is on disk. Not collective."""
+        self._thread.shutdown()
+
     def publish(self, about: dict[str, Any]) -> None:
         """Let everything that has been written count.
 
@@ -81,12 +85,12 @@ class RefCacheWriter:
             CheckpointError: A file could not be written, on whichever rank.
         """
         problem = None
+        self.finish_writing()
         try:
             for job in self._written:
                 job.result()
         except (OSError, SafetensorError) as error:
             problem = f"A shard could not be written to {self.folder}: {error}. {_MAKE_ROOM}"
-        self._thread.shutdown()
         self._stop_together(problem)
         if self._process.is_main:
             try:
