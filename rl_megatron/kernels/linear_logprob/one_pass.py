@@ -98,8 +98,7 @@ def gradients_while_hot(
         Upstream(*(hidden.new_zeros(num_rows, dtype=head.dtype) for _ in range(2))),
     )
     result = RowResult(*(hidden.new_zeros(num_rows, dtype=head.dtype) for _ in RowResult._fields))
-    held_bytes = 0 if held.d_weight is None else held.d_weight.tail_bytes
-    cuts = head.tiles.kept_whole(num_rows, len(head.weight), head.dtype.itemsize, held_bytes)
+    cuts = head.tiles.kept_whole(num_rows, len(head.weight), head.dtype.itemsize)
     for cut in cuts or [slice(0, 0)]:
         _one_chunk(Problem(head, hidden, rows, result), held, cut, index, sharing, token_gradient)
     return result, held

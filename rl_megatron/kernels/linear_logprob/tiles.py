@@ -17,7 +17,7 @@ _ROW_MULTIPLE = 16
 
 
 class Tiles(NamedTuple):
-    """Rows and columns of a tile, and the bytes that one pass may hold at once beyond gradients."""
+    """Rows and columns of a tile, and the bytes of logits that one pass may keep at once."""
 
     rows: int
     columns: int
@@ -32,13 +32,11 @@ class Tiles(NamedTuple):
         """The tiles of a shard of the vocabulary."""
         return _cut(num_columns, self.columns)
 
-    def kept_whole(
-        self, num_rows: int, num_columns: int, itemsize: int, held_bytes: int
-    ) -> list[slice]:
-        """Tiles of rows whose logits over the whole shard are kept: the one-pass mode. Of what it
-        may hold, `held_bytes` are taken. However little is left, `kept_rows` rows are kept: each
-        tile reads the head twice and its gradient once."""
-        fit = max(self.kept_bytes - held_bytes, 0) // max(num_columns * itemsize, 1)
+    def kept_whole(self, num_rows: int, num_columns: int, itemsize: int) -> list[slice]:
+        """Tiles of rows whose logits over the whole shard are kept: the one-pass mode. However
+        large the shard, `kept_rows` rows are: each tile reads the head twice and its gradient
+        once."""
+        fit = self.kept_bytes // max(num_columns * itemsize, 1)
         size = max(self.kept_rows, fit // _ROW_MULTIPLE * _ROW_MULTIPLE)
         return _cut(num_rows, min(size, self.rows))
 

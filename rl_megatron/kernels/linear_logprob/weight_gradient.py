@@ -31,8 +31,6 @@ class Summed:
     """Added up where it will stay, as the weight is float32 (or float64) itself, or kept so until
     all of it is there. Rows of padding are exactly 0."""
 
-    tail_bytes = 0
-
     def __init__(self, weight: Tensor, dtype: torch.dtype):
         self.total = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
         self.dtype = weight.dtype
@@ -82,7 +80,6 @@ class ThreeBytes:
         self.kernels = kernels
         self.high = torch.zeros_like(weight, memory_format=torch.contiguous_format)
         self.tail = torch.zeros_like(self.high, dtype=torch.int8)
-        self.tail_bytes = self.tail.nbytes
         # One for all stretches: memory asked for anew at each visit has to be cleared anew.
         self.room = torch.empty_like(self.high[:longest], dtype=torch.float32)
 
