@@ -73,7 +73,8 @@ class Job:
         self._timer = PhaseTimer()
         self._saver = CheckpointSaver(run, process, self.folder / CHECKPOINTS)
         self._stop = StopRequest(run.checkpoint, self._started)
-        self._stop.check()
+        # By one clock: ranks that disagreed would wait for each other.
+        process.from_main(self._stop.check)
         self._progress: RunProgress | None = None
         self._policy: TrainedModel | None = None
         self._parts: dict[str, Stateful] = {}
