@@ -71,10 +71,11 @@ def test_the_latest_checkpoint_is_never_written_over(tmp_path):
 def test_what_a_killed_attempt_still_writes_goes_nowhere(tmp_path):
     """A writer may outlive its rank: its successor writes under another name."""
     killed = NewCheckpoint(tmp_path, 100, ALONE)
-    write(tmp_path, 100)
-    assert not killed.aside.exists()
+    successor = NewCheckpoint(tmp_path, 100, ALONE)
+    (successor.aside / "weights").write_text("whole")
     with pytest.raises(FileNotFoundError):
         (killed.aside / "weights").write_text("late")
+    successor.publish()
     assert (iteration_folder(tmp_path, 100) / "weights").read_text() == "whole"
 
 
