@@ -23,11 +23,11 @@ def results_queue() -> Any:
     and memory.
     """
     manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-    manager.start(_live_and_die_with_parent)
+    manager.start(live_and_die_with_parent)
     return manager.Queue()
 
 
-def _live_and_die_with_parent() -> None:
+def live_and_die_with_parent() -> None:
     """Signals that make a rank save and stop are not for this process; the rank's end is."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

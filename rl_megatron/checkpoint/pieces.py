@@ -1,0 +1,371 @@
+"""The optimizer's state on disk: each rank writes the pieces it holds, a reader puts them together.
+
+A rank writes one safetensors file, with no word to the others and without a copy of anything. What
+is read may be cut in any other way: by more or fewer ranks, or shard by shard as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rl_megatron.checkpoint.forked import Forked
+from rl_megatron.errors import CheckpointError
+from rl_megatron.parallel.process import Process
+
+_FILE = re.compile(r"^optimizer-(\d{5})-of-(\d{5})\.safetensors$")
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_PIECES, _METADATA = "pieces", "metadata"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A flat part of one shard of one parameter.
+
+    Attributes:
+        name: The parameter's, the same under every layout.
+        shape: Of the shard.
+        start: First element of the flattened shard.
+        tensors: "main", "exp_avg", "exp_avg_sq" or what else there is: each [n], the live tensor.
+        shard: Which tensor-parallel shard.
+        num_shards: Of how many.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensors: Mapping[str, Tensor]
+    shard: int = 0
+    num_shards: int = 1
+
+
+class PieceSave:
+    """A save that is under way; see `PendingSave`."""
+
+    def __init__(self, path: Path, process: Process, contents: _Contents, background: bool) -> None:
+        self._folder = path.parent
+        self._process = process
+        self._reason: str | None = None
+        self._forked: Forked | None = None
+        self._is_finished = False
+        if background:
+            self._forked = Forked(partial(contents.write, path))
+            return
+        try:
+            contents.write(path)
+        except OSError as error:
+            self._reason = str(error)
+
+    def is_done(self) -> bool:
+        """Whether this rank has nothing more to write."""
+        return self._forked is None or self._forked.is_done()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written. Collective; only the first call does anything.
+
+        Raises:
+            CheckpointError: A rank could not write; on all ranks.
+        """
+        if self._is_finished:
+            return
+        self._is_finished = True
+        reason = self._reason if self._forked is None else self._forked.wait()
+        for rank, said in enumerate(self._process.gather(reason)):
+            if said is not None:
+                raise CheckpointError(f"{self._folder} cannot be written: rank {rank}: {said}")
+
+
+def save_pieces(
+    folder: Path,
+    process: Process,
+    pieces: Sequence[Piece],
+    metadata: Mapping[str, str],
+    *,
+    background: bool,
+) -> PieceSave:
+    """Begin to write the pieces of this rank, as they are now. Called by all ranks together.
+
+    In the background a fork of this process writes, which keeps the tensors as they are; those on a
+    GPU are copied to the host first.
+
+    Args:
+        folder: Where to; the same for all ranks.
+        process: This rank.
+        pieces: What it holds. Together the ranks hold each element once.
+        metadata: Said of the whole, the same on all ranks, e.g. {"step": "12"}.
+        background: Return at once; otherwise all is written when this returns.
+
+    Raises:
+        CheckpointError: A rank could not write, and nothing goes on in the background.
+    """
+    path = folder / _file_name(process.rank, process.layout.world_size)
+    save = PieceSave(path, process, _Contents(pieces, metadata), background)
+    if not background:
+        save.finish()
+    return save
+
+
+class PieceFiles:
+    """The pieces of all ranks in one folder, read range by range. Use as a context manager.
+
+    Args:
+        folder: What `save_pieces` wrote to.
+
+    Attributes:
+        metadata: What was said of the whole.
+
+    Raises:
+        CheckpointError: The file of a rank is missing or broken, or belongs to another save.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: list[Any] = []
+        self._parts: dict[tuple[str, str, int], list[_Part]] = defaultdict(list)
+        self._shapes: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._num_shards: dict[str, int] = {}
+        found = [self._open(path) for path in _all_files(folder)]
+        self.metadata: Mapping[str, str] = found[0]
+        if any(metadata != self.metadata for metadata in found):
+            raise self._mixed(f"its files say {found}")
+        for parts in self._parts.values():
+            parts.sort(key=lambda part: part.start)
+
+    def __enter__(self) -> PieceFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files:
+            file.__exit__(kind, error, trace)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All parameters."""
+        return frozenset(self._num_shards)
+
+    def num_shards(self, name: str) -> int:
+        """How many tensor-parallel shards a parameter was saved in.
+
+        Raises:
+            CheckpointError: No such parameter.
+        """
+        if name not in self._num_shards:
+            raise CheckpointError(
+                f"{self._folder} holds no optimizer state of {name}. Was it saved by another model?"
+            )
+        return self._num_shards[name]
+
+    def fields(self, name: str) -> frozenset[str]:
+        """What there is of a parameter: "main", "exp_avg", ..."""
+        return frozenset(field for held, field, _ in self._parts if held == name)
+
+    def fill(self, piece: Piece) -> None:
+        """Read into the tensors of `piece`, whose shards are those that were saved.
+
+        Raises:
+            CheckpointError: It was not saved, not all of it, or in another shape.
+        """
+        saved = self._shape(piece.name, piece.shard), self.num_shards(piece.name)
+        if saved != (piece.shape, piece.num_shards):
+            raise CheckpointError(
+                f"{self._folder} holds the optimizer state of {piece.name} as {saved[1]} shards of "
+                f"{list(saved[0])}, the model has {piece.num_shards} of {list(piece.shape)}. "
+                "Resume the model that was saved."
+            )
+        for field, tensor in piece.tensors.items():
+            self._read(piece.name, field, piece.shard, piece.start, tensor)
+
+    def shard(self, name: str, field: str, shard: int) -> Tensor:
+        """A whole shard, on the host, in the dtype of the file.
+
+        Raises:
+            CheckpointError: It was not saved, or not all of it.
+        """
+        shape = self._shape(name, shard)
+        dtype = self._find(name, field, shard)[0].dtype
+        tensor = torch.empty(math.prod(shape), dtype=dtype)
+        self._read(name, field, shard, 0, tensor)
+        return tensor.view(shape)
+
+    def _open(self, path: Path) -> dict[str, str]:
+        """Note what a file holds; what it says of the whole."""
+        try:
+            file = safe_open(path, framework="pt", device="cpu")
+            header = file.metadata()
+            pieces, metadata = json.loads(header[_PIECES]), json.loads(header[_METADATA])
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is not a complete file of optimizer state ({error}). Copy it again, or "
+                "resume from another checkpoint."
+            ) from error
+        self._files.append(file)
+        for name, shape, start, stop, shard, num_shards, fields in pieces:
+            known = self._shapes.setdefault((name, shard), tuple(shape))
+            if known != tuple(shape) or self._num_shards.setdefault(name, num_shards) != num_shards:
+                raise self._mixed(f"it holds {name} in two shapes")
+            for field in fields:
+                part = _Part(file, _key(name, field, shard, start), start, stop)
+                self._parts[name, field, shard].append(part)
+        return dict(metadata)
+
+    def _shape(self, name: str, shard: int) -> tuple[int, ...]:
+        count = self.num_shards(name)
+        assert 0 <= shard < count, f"shard {shard} of {count} of {name}"
+        if (name, shard) not in self._shapes:
+            raise self._gap(f"shard {shard} of {name}")
+        return self._shapes[name, shard]
+
+    def _find(self, name: str, field: str, shard: int) -> list[_Part]:
+        parts = self._parts.get((name, field, shard))
+        if parts is None:
+            raise self._gap(f"{field} of {name}, shard {shard}")
+        return parts
+
+    def _read(self, name: str, field: str, shard: int, start: int, target: Tensor) -> None:
+        """Fill `target` with the elements from `start` on."""
+        position, stop = start, start + target.numel()
+        for part in self._find(name, field, shard):
+            end = min(stop, part.stop)
+            if part.start <= position < end:
+                target[position - start : end - start].copy_(part.read(position, end))
+                position = end
+        if position < stop:
+            raise self._gap(f"element {position} of {field} of {name}, shard {shard}")
+
+    def _gap(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: no rank wrote {what}. Was it saved by another model? Resume the one "
+            "that was saved, or from another checkpoint."
+        )
+
+    def _mixed(self, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder} mixes files of several saves: {why}. Copy the checkpoint again into "
+            "an empty folder."
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements [start, stop) of a shard, in an open file."""
+
+    file: Any
+    key: str
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        name = self.file.get_slice(self.key).get_dtype()
+        return next(dtype for dtype, known in _DTYPES.items() if known == name)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        part: Tensor = self.file.get_slice(self.key)[start - self.start : stop - self.start]
+        return part
+
+
+class _Contents:
+    """What a rank writes, as bytes that need no more work: views of the tensors, and a header.
+
+    safetensors itself would first make a copy of everything.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], metadata: Mapping[str, str]) -> None:
+        records = []
+        entries: dict[str, Any] = {}
+        self._views: list[memoryview] = []
+        end = 0
+        for piece in pieces:
+            length = _length(piece)
+            place = piece.start, piece.start + length, piece.shard, piece.num_shards
+            records.append((piece.name, piece.shape, *place, sorted(piece.tensors)))
+            for field, tensor in piece.tensors.items():
+                view = _bytes_of(tensor)
+                key = _key(piece.name, field, piece.shard, piece.start)
+                assert key not in entries, f"{key} is given twice"
+                entries[key] = {
+                    "dtype": _DTYPES[tensor.dtype],
+                    "shape": [length],
+                    "data_offsets": [end, end + view.nbytes],
+                }
+                end += view.nbytes
+                self._views.append(view)
+        said = {_PIECES: json.dumps(records), _METADATA: json.dumps(dict(metadata))}
+        text = json.dumps({"__metadata__": said, **entries}).encode()
+        # The format wants 8 bytes that say how long the header is, and data that begin at a
+        # multiple of 8.
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+
+    def write(self, path: Path) -> None:
+        """Write a safetensors file, down to the disk."""
+        with path.open("wb") as file:
+            file.write(self._header)
+            for view in self._views:
+                file.write(view)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _length(piece: Piece) -> int:
+    lengths = {tensor.numel() for tensor in piece.tensors.values()}
+    assert len(lengths) == 1, f"{piece.name}: tensors of lengths {lengths}"
+    (length,) = lengths
+    whole = math.prod(piece.shape)
+    assert piece.start >= 0 and piece.start + length <= whole, f"{piece.name} is out of its shard"
+    return length
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    assert tensor.dim() == 1 and tensor.is_contiguous(), "a piece is flat"
+    # A plain copy of what is on a GPU: a fork may not look at pinned memory.
+    return memoryview(tensor.detach().cpu().view(torch.uint8).numpy())
+
+
+def _key(name: str, field: str, shard: int, start: int) -> str:
+    return f"{name}/{field}/{shard}/{start}"
+
+
+def _file_name(rank: int, world_size: int) -> str:
+    return f"optimizer-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def _all_files(folder: Path) -> Iterator[Path]:
+    """The files of all ranks of one save."""
+    found = [match for path in sorted(folder.glob("*")) if (match := _FILE.match(path.name))]
+    counts = {int(match[2]) for match in found}
+    if not found:
+        raise CheckpointError(
+            f"{folder} holds no optimizer state ({_file_name(0, 1)} or others like it). Copy the "
+            "checkpoint again, or resume from another one."
+        )
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{folder} mixes files of several saves: of {sorted(counts)} ranks. Copy the "
+            "checkpoint again into an empty folder."
+        )
+    (count,) = counts
+    held = {int(match[1]) for match in found}
+    missing = [_file_name(rank, count) for rank in range(count) if rank not in held]
+    if missing:
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise CheckpointError(f"{folder} lacks {shown}. Copy the checkpoint again.")
+    return (folder / _file_name(rank, count) for rank in range(count))
