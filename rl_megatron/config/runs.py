@@ -137,13 +137,6 @@ class RunBase(Strict):
             yield from self._evaluation_problems(self.evaluation)
 
     def _torch_problems(self) -> Iterator[Problem]:
-        if self.model.recompute != "none":
-            yield Problem(
-                "model.recompute",
-                self.model.recompute,
-                "backend torch does not recompute; remove this key or set backend=megatron",
-                others=("backend",),
-            )
         if self.model.moe_aux_loss_coeff:
             yield Problem(
                 "model.moe_aux_loss_coeff",

@@ -187,6 +187,7 @@ def build_backend(
             head_kernels=run.kernels.linear_logprob,
             one_pass=run.kernels.one_pass,
             head=source.head,
+            recompute=run.model.recompute,
         )
     return _build_megatron(run, process, micro_batching, source, temperature, trained)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from rl_megatron.backends.offload import Offloaded
 from rl_megatron.backends.reduce import (
@@ -32,7 +31,7 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.metric_names import LOSS_TOTAL
 from rl_megatron.interfaces.objective import ModelOutput, Objective
 from rl_megatron.interfaces.protocols import PendingSave
-from rl_megatron.kernels.linear_logprob import TokenGradient, linear_logprob
+from rl_megatron.kernels.linear_logprob import TokenGradient
 from rl_megatron.losses.aggregate import totals
 from rl_megatron.metrics.trace import trace
 from rl_megatron.models.transformers_model import (
@@ -40,6 +39,7 @@ from rl_megatron.models.transformers_model import (
     named_weights,
     set_weights,
 )
+from rl_megatron.models.transformers_policy import TransformersPolicy
 from rl_megatron.parallel.process import Process
 
 _OPTIMIZER_FILE = "optimizer.pt"
@@ -58,6 +58,7 @@ class TorchBackend:
         head_kernels: Implementation of `linear_logprob`.
         one_pass: Compute the gradient of the head in the forward pass, where the loss allows it.
         head: A scalar head [1, H] in place of the folder's own, which makes it a reward model.
+        recompute: As `model.recompute`.
     """
 
     def __init__(
@@ -71,15 +72,16 @@ class TorchBackend:
         head_kernels: str = "auto",
         one_pass: bool = False,
         head: Tensor | None = None,
+        recompute: str = "none",
     ) -> None:
         assert process.layout.world_size == 1, "the torch backend is one process"
-        # Never in training mode: with dropout no ratio would be 1.
-        self.model = load_transformers_model(folder, dtype, process.device, head).eval()
+        self.model = load_transformers_model(folder, dtype, process.device, head)
         self.model.requires_grad_(optimizer is not None)
+        self._policy = TransformersPolicy(self.model, temperature, head_kernels)
+        if recompute == "full":
+            self._policy.recompute_layers()
         self.process = process
         self.micro_batching = micro_batching
-        self.temperature = temperature
-        self._head_kernels = head_kernels
         self._one_pass = one_pass
         self._offloaded = Offloaded()
         self._optimizer: MainWeightAdamW | None = None
@@ -171,7 +173,7 @@ class TorchBackend:
 
     def close(self) -> None:
         """Drop model and optimizer."""
-        del self.model
+        del self.model, self._policy
         self._optimizer = None
 
     def _micro_batches(self, batch: PackedBatch) -> Iterator[tuple[list[int], PackedBatch]]:
@@ -182,39 +184,9 @@ class TorchBackend:
                 yield members, batch.select(members).to(self.process.device)
 
     def _output(self, batch: PackedBatch, gradient: TokenGradient | None = None) -> ModelOutput:
-        """Log-probs and entropy of response tokens, 0 elsewhere, of a micro-batch on the device;
-        the scores of its sequences, of a reward model.
-
-        Padding stands to the right of every sequence, where causal attention does not look.
-        """
-        padded = pad_sequence(batch.tokens.split(batch.lengths.tolist()), batch_first=True)
-        hidden = self.model.base_model(padded, use_cache=False).last_hidden_state
-        columns = torch.arange(padded.shape[1], device=padded.device)
-        rows = hidden[columns < batch.lengths[:, None]]
-        head = self.model.get_output_embeddings()
-        if head is None:
-            return ModelOutput.of_scores(self._scores(rows, batch))
-        # Row t speaks about token t + 1: the last row of a sequence about nothing.
-        targets = torch.where(batch.response_mask, batch.tokens, -1)[1:]
-        values = linear_logprob(
-            rows[:-1],
-            head.weight,
-            targets,
-            self.temperature,
-            head.weight.shape[0],
-            implementation=self._head_kernels,
-            token_gradient=gradient,
-        )
-        logprobs, entropy = (torch.nn.functional.pad(value, (1, 0)) for value in values)
-        return ModelOutput(logprobs, entropy)
-
-    def _scores(self, rows: Tensor, batch: PackedBatch) -> Tensor:
-        """[N] float32 from hidden states [T, H]: each sequence's at its last token, 0 without."""
-        weight = self.model.score.weight[0].float()
-        has_tokens = batch.lengths > 0
-        last = (batch.cu_seqlens[1:] - 1)[has_tokens]
-        scores = weight.new_zeros(batch.num_sequences)
-        return scores.masked_scatter(has_tokens, rows[last].float() @ weight)
+        """What the model says of a micro-batch on the device."""
+        output = self._policy(batch, gradient=gradient)
+        return ModelOutput(*output) if len(output) == 2 else ModelOutput.of_scores(*output)
 
     def _optimizer_tensors(self) -> list[Tensor]:
         return [] if self._optimizer is None else self._optimizer.tensors()

@@ -234,11 +234,6 @@ GRPO_COMPLAINTS = {
         "rollout.engine = 'hf': does not sample from the weights of backend megatron; set "
         "rollout.engine=megatron or change backend",
     ),
-    "recomputation without Megatron": (
-        {"backend": "torch", "rollout__engine": "hf", "model__recompute": "full"},
-        "model.recompute = 'full': backend torch does not recompute; remove this key or set "
-        "backend=megatron",
-    ),
     "balance of experts without Megatron": (
         {"backend": "torch", "rollout__engine": "hf", "model__moe_aux_loss_coeff": 0.01},
         "model.moe_aux_loss_coeff = 0.01: backend torch has no balance loss; remove this key or "

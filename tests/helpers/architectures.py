@@ -1,0 +1,69 @@
+"""Tiny random models of architectures that Megatron does not have here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from tests.helpers.tiny_model import make_tiny_tokenizer
+
+_SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+# Dropout is on wherever a config has it: nothing may depend on it.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
+    "gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 5,
+        "final_logit_softcapping": 2.0,
+        "attn_logit_softcapping": 1.5,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "olmo2": {},
+    "olmo": {},
+    "phi": {"resid_pdrop": 0.3},
+    "phi3": {"resid_pdrop": 0.3},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 2.0},
+    "gpt_neox": {"attention_dropout": 0.3},
+    "stablelm": {},
+}
+
+
+def make_architecture(folder: Path, model_type: str, seed: int = 0, **settings: Any) -> Path:
+    """`folder` with a random model and a tokenizer; see `tiny_architecture`."""
+    tiny_architecture(model_type, seed, **settings).save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tiny_architecture(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
+    """A random model of which no distribution is flat, in float32."""
+    sizes = _SIZES | ARCHITECTURES[model_type] | settings
+    config = AutoConfig.for_model(model_type, **sizes)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            # Norms stay near 1 (or 0, where 1 is added to them).
+            parameter += (0.25 if parameter.dim() > 1 else 0.1) * torch.randn_like(parameter)
+    return model.eval()
