@@ -26,8 +26,9 @@ class DynamicSamplingConfig(Strict):
 class RolloutConfig(Strict):
     """One rollout batch: `prompts_per_batch` prompts with `group_size` responses each."""
 
-    engine: Literal["megatron", "hf"] = "megatron"
-    """megatron: on the weights of backend megatron. hf: on those of backend torch."""
+    engine: Literal["megatron", "hf"] | None = None
+    """megatron: on the weights of backend megatron. hf: on those of backend torch. null: that of
+    the backend."""
 
     prompts_per_batch: PositiveInt = 32
     """Prompts of a rollout batch."""

@@ -37,6 +37,8 @@ from rl_megatron.config.rollout import RolloutConfig
 from rl_megatron.config.train import GRPOTrainConfig, StepTrainConfig
 
 DEFAULT_EVALUATION_TOKENS = 256
+ENGINES = {"megatron": "megatron", "torch": "hf"}
+"""What samples from the weights of each backend."""
 
 
 class LoggingConfig(Strict):
@@ -368,13 +370,13 @@ class GRPORun(RunBase):
                 others=("loss.use_kl_loss",),
             )
         yield from self._dynamic_problems()
-        engine = {"megatron": "megatron", "torch": "hf"}[self.backend]
-        if self.rollout.engine != engine:
+        engine = ENGINES[self.backend]
+        if self.rollout.engine not in (None, engine):
             yield Problem(
                 "rollout.engine",
                 self.rollout.engine,
-                f"does not sample from the weights of backend {self.backend}; set "
-                f"rollout.engine={engine} or change backend",
+                f"does not sample from the weights of backend {self.backend}; remove this key or "
+                "change backend",
                 others=("backend",),
             )
 

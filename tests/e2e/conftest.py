@@ -68,7 +68,7 @@ def grpo_kl_in_reward(task, runs):
 
 @pytest.fixture(scope="session")
 def grpo_torch(task, runs):
-    backend = ("backend=torch", "rollout.engine=hf")
+    backend = ("backend=torch",)
     return run_recipe("grpo", task, runs / "grpo_torch", *KL_IN_REWARD, *backend)
 
 

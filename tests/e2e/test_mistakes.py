@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers.recipe_runs import execute, run_recipe
 
-PLAIN = ("backend=torch", "rollout.engine=hf", "evaluation=", "train.ppo_epochs=1")
+PLAIN = ("backend=torch", "evaluation=", "train.ppo_epochs=1")
 
 
 def test_all_mistakes_of_a_run_are_told_at_once(task):

@@ -225,24 +225,23 @@ GRPO_COMPLAINTS = {
         "data.train.split = 'test': has no effect: a .jsonl file has no splits; remove this key",
     ),
     "the engine of another backend": (
-        {"backend": "torch"},
-        "rollout.engine = 'megatron': does not sample from the weights of backend torch; set "
-        "rollout.engine=hf or change backend",
+        {"backend": "torch", "rollout__engine": "megatron"},
+        "rollout.engine = 'megatron': does not sample from the weights of backend torch; remove "
+        "this key or change backend",
     ),
     "an engine without its backend": (
         {"rollout__engine": "hf"},
-        "rollout.engine = 'hf': does not sample from the weights of backend megatron; set "
-        "rollout.engine=megatron or change backend",
+        "rollout.engine = 'hf': does not sample from the weights of backend megatron; remove "
+        "this key or change backend",
     ),
     "balance of experts without Megatron": (
-        {"backend": "torch", "rollout__engine": "hf", "model__moe_aux_loss_coeff": 0.01},
+        {"backend": "torch", "model__moe_aux_loss_coeff": 0.01},
         "model.moe_aux_loss_coeff = 0.01: backend torch has no balance loss; remove this key or "
         "set backend=megatron",
     ),
     "a swapped reference without Megatron": (
         {
             "backend": "torch",
-            "rollout__engine": "hf",
             "loss__use_kl_loss": True,
             "reference__placement": "swapped",
         },
@@ -252,14 +251,13 @@ GRPO_COMPLAINTS = {
     "a layout without Megatron": (
         {
             "backend": "torch",
-            "rollout__engine": "hf",
             "parallel__tensor_model_parallel_size": 2,
         },
         "parallel.tensor_model_parallel_size = 2: backend torch runs in one process; set it to 1 "
         "or set backend=megatron",
     ),
     "ranks without Megatron": (
-        {"backend": "torch", "rollout__engine": "hf", "cluster__gpus_per_node": 4},
+        {"backend": "torch", "cluster__gpus_per_node": 4},
         "cluster.gpus_per_node = 4: backend torch runs in one process, not 4; set "
         "cluster.num_nodes and this to 1, or set backend=megatron",
     ),

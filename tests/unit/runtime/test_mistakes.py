@@ -37,8 +37,7 @@ def sft(task, path="sft.jsonl", **settings):
 
 def grpo(task, path="prompts.jsonl", **settings):
     given = {"model__path": str(task / "model"), "data__train__path": str(task / path)}
-    given |= PLAIN | {"rollout__engine": "hf"}
-    return build_run(GRPORun, with_settings(GRPO, **(given | settings)))
+    return build_run(GRPORun, with_settings(GRPO, **(PLAIN | given | settings)))
 
 
 def test_a_missing_model_folder(task):

@@ -37,7 +37,7 @@ def scorer(tmp_path_factory):
 
 
 def grpo(folder, *rewards, **settings):
-    given = {"backend": "torch", "rollout__engine": "hf", "model__path": str(folder)}
+    given = {"backend": "torch", "model__path": str(folder)}
     return build_run(GRPORun, with_settings(GRPO, rewards=list(rewards), **given, **settings))
 
 
@@ -179,7 +179,7 @@ def test_a_reward_model_is_no_policy(recipe, scorer, task):
         if recipe == "sft":
             build_sft(build_run(SFTRun, with_settings(SFT, **given)), ALONE)
         else:
-            run = with_settings(GRPO, **given, rollout__engine="hf")
+            run = with_settings(GRPO, **given)
             build_grpo(build_run(GRPORun, run), ALONE)
 
 
