@@ -75,28 +75,38 @@ def load_transformers_model(
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under its name in files; a head that is tied to the embedding is not one.
+    """Every weight under its name in files; a head that is tied to the embedding is not one."""
+    for name, parameter in model.named_parameters():
+        yield from file_weights(model, name, parameter.detach())
+
+
+def file_weights(model: PreTrainedModel, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The weights that a parameter of the model is made of, under their names in files.
 
     transformers keeps the experts of a layer in one tensor, and their names in files to the files:
     what is given here are views of each of them.
+
+    Args:
+        model: Its parameters may be empty, as those are that ZeRO-3 shares.
+        name: Of the parameter in the model.
+        value: The whole parameter.
     """
     names = FAMILIES[model.config.model_type].experts
-    for name, parameter in model.named_parameters():
-        layer, inside, rest = name.partition(".mlp.")
-        if names is None or not inside:
-            yield name, parameter.detach()
-            continue
-        prefix = f"{layer}.{names.block}."
-        if rest == "experts.gate_up_proj":
-            for e, both in enumerate(parameter.detach()):
-                gate, up = both.chunk(2)
-                yield f"{prefix}experts.{e}.{names.gate}.weight", gate
-                yield f"{prefix}experts.{e}.{names.up}.weight", up
-        elif rest == "experts.down_proj":
-            for e, down in enumerate(parameter.detach()):
-                yield f"{prefix}experts.{e}.{names.down}.weight", down
-        else:
-            yield prefix + rest, parameter.detach()
+    layer, inside, rest = name.partition(".mlp.")
+    if names is None or not inside:
+        yield name, value
+        return
+    prefix = f"{layer}.{names.block}."
+    if rest == "experts.gate_up_proj":
+        for e, both in enumerate(value):
+            gate, up = both.chunk(2)
+            yield f"{prefix}experts.{e}.{names.gate}.weight", gate
+            yield f"{prefix}experts.{e}.{names.up}.weight", up
+    elif rest == "experts.down_proj":
+        for e, down in enumerate(value):
+            yield f"{prefix}experts.{e}.{names.down}.weight", down
+    else:
+        yield prefix + rest, value
 
 
 @torch.no_grad()
