@@ -29,10 +29,6 @@ class CheckpointConfig(Strict):
     async_save: bool = True
     """Write in the background while training goes on. Changes no number."""
 
-    reshardable: bool = True
-    """Write the optimizer's state so that it can be read under any layout. false: faster to write
-    and to read, but tensor, pipeline, context and expert sizes must stay as they are."""
-
     exit_duration_in_minutes: PositiveFloat | None = None
     """Save and end with exit code 75 once the attempt has run for this long; null: run to the
     end."""

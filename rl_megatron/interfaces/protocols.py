@@ -89,13 +89,10 @@ class TrainedModel(Protocol):
         """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
         ...
 
-    def save(
-        self, folder: Path, *, reshardable: bool = True, background: bool = False
-    ) -> PendingSave:
+    def save(self, folder: Path, *, background: bool = False) -> PendingSave:
         """Write weights and optimizer state, as they are now, into `folder`, which is empty.
 
-        `reshardable`: so that they can be read under any layout. `background`: return while it is
-        still being written, where the backend can.
+        `background`: return while it is still being written, where the backend can.
         """
         ...
 

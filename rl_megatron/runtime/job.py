@@ -94,8 +94,7 @@ class Job:
             CheckpointError: What the run would go on from cannot be used.
         """
         process = start_process(run, processes.world_size_from_environment())
-        layout = asdict(process.layout)
-        resumed = process.from_main(lambda: find_checkpoint(run, layout))
+        resumed = process.from_main(lambda: find_checkpoint(run))
         _open_folder(run, process)
         watchdog.start(60 * run.cluster.timeout_minutes, partial(leave_hanging, run, process.rank))
         if run.logging.trace_shapes:

@@ -44,12 +44,11 @@ class Resumed:
     state: RunState
 
 
-def find_checkpoint(run: RunBase, layout: Mapping[str, Any]) -> Resumed | None:
+def find_checkpoint(run: RunBase) -> Resumed | None:
     """What `run` goes on from, by `checkpoint.resume`; None to begin. By one process.
 
     Args:
         run: The configuration.
-        layout: Parallel degrees of this attempt, as in `RunState`.
 
     Raises:
         ConfigError: The run folder holds another run, or any run where resume is "never".
@@ -80,7 +79,6 @@ def find_checkpoint(run: RunBase, layout: Mapping[str, Any]) -> Resumed | None:
     if latest is not None:
         state = read_run_state(latest)
         _refuse_changes(run, state.config, str(latest))
-        _check_layout(state, layout, latest)
         return Resumed(latest, state)
     if has_begun:
         saved = read_yaml(folder / CONFIG_FILE).data
@@ -161,19 +159,3 @@ def _refuse_changes(run: RunBase, saved: Mapping[str, Any], where: str) -> None:
             ]
         )
     )
-
-
-def _check_layout(state: RunState, layout: Mapping[str, Any], folder: Path) -> None:
-    if state.config["checkpoint"]["reshardable"]:
-        return
-    other = [
-        f"{key} {state.layout[key]} -> {size}"
-        for key, size in layout.items()
-        if key != "data" and size != state.layout[key]
-    ]
-    if other:
-        raise CheckpointError(
-            f"{folder} was saved with checkpoint.reshardable=false, and the layout is another: "
-            f"{', '.join(other)}. Go on under the layout of then, save once with "
-            "checkpoint.reshardable=true, and change it after that."
-        )

@@ -49,9 +49,7 @@ class CheckpointSaver:
         settings = self._run.checkpoint
         with self._explained(state.step):
             new = NewCheckpoint(self._root, state.step, self._process)
-            pending = policy.save(
-                new.aside, reshardable=settings.reshardable, background=settings.async_save
-            )
+            pending = policy.save(new.aside, background=settings.async_save)
             save_random_state(new.aside, self._process)
             if self._process.is_main:
                 self._write_side_files(new.aside)

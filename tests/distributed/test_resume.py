@@ -20,7 +20,7 @@ def step(backend):
     return backend.train_step(make_batch(), sft_objective(), lr=1e-2)
 
 
-def save_and_go_on_job(layout, hf, root, reshardable, background):
+def save_and_go_on_job(layout, hf, root, background):
     """Metrics and weights after two steps beyond a save that was still being written."""
     from rl_megatron.checkpoint.publish import NewCheckpoint
 
@@ -28,10 +28,10 @@ def save_and_go_on_job(layout, hf, root, reshardable, background):
     backend = make_backend(hf, process)
     # From the third on Megatron goes by the plan of those before.
     for _ in range(3):
-        backend.save(NewCheckpoint(root, 0, process).aside, reshardable=reshardable)
+        backend.save(NewCheckpoint(root, 0, process).aside)
     step(backend)
     new = NewCheckpoint(root, 1, process)
-    save = backend.save(new.aside, reshardable=reshardable, background=background)
+    save = backend.save(new.aside, background=background)
     metrics = [step(backend), step(backend)]
     save.finish()
     assert save.is_done()
@@ -48,22 +48,15 @@ def resume_job(layout, hf, root):
 
 
 @pytest.mark.parametrize(
-    ("layout", "reshardable", "background"),
-    [
-        ("tp1", True, True),
-        ("dp2", True, True),
-        ("tp2-sp", True, False),
-        ("pp2-vpp2", True, True),
-        ("dp2", False, True),
-        ("pp2-vpp2", False, False),
-    ],
+    ("layout", "background"),
+    [("tp1", True), ("dp2", True), ("tp2-sp", False), ("pp2-vpp2", True), ("pp2-vpp2", False)],
 )
 def test_rs_04_steps_after_a_save_are_those_after_its_load(
-    layout, reshardable, background, folder, pool, tmp_path
+    layout, background, folder, pool, tmp_path
 ):
     workers = pool(LAYOUTS[layout].world_size)
     root = tmp_path / "root"
-    unbroken = workers.run(save_and_go_on_job, layout, folder, root, reshardable, background)
+    unbroken = workers.run(save_and_go_on_job, layout, folder, root, background)
     resumed = workers.run(resume_job, layout, folder, root)
     for (metrics, weights), (again, weights_again) in zip(unbroken, resumed, strict=True):
         assert again == metrics
@@ -71,23 +64,14 @@ def test_rs_04_steps_after_a_save_are_those_after_its_load(
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed", "reshardable"),
-    [
-        ("tp2", "pp2", True),
-        ("tp1", "tp2", True),
-        ("tp2-pp2", "dp2", True),
-        # The size of data parallelism alone may change here too.
-        ("dp2", "tp1", False),
-        ("dp2", "dp4", False),
-    ],
+    ("saved", "resumed"),
+    [("tp2", "pp2"), ("tp1", "tp2"), ("tp2-pp2", "dp2"), ("dp2", "tp1"), ("dp2", "dp4")],
 )
-def test_rs_04_another_layout_goes_on_with_the_same_numbers(
-    saved, resumed, reshardable, folder, pool, tmp_path
-):
+def test_rs_04_another_layout_goes_on_with_the_same_numbers(saved, resumed, folder, pool, tmp_path):
     """Moments bit by bit: tests/distributed/test_megatron_checkpoint.py."""
     root = tmp_path / "root"
     run = pool(LAYOUTS[saved].world_size).run
-    metrics, weights = run(save_and_go_on_job, saved, folder, root, reshardable, True)[0]
+    metrics, weights = run(save_and_go_on_job, saved, folder, root, True)[0]
     for again, weights_again in pool(LAYOUTS[resumed].world_size).run(
         resume_job, resumed, folder, root
     ):

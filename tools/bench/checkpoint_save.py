@@ -4,9 +4,8 @@
 
 One rank, SFT steps of a small Llama, a checkpoint after each of a few rounds. "waits" is what the
 save itself takes from the loop; "until durable" is when it counts; "share" is of the wait of the
-synchronous save in the same format. Both formats of the optimizer's state are shown: that which can
-be read under any layout, and that of the same layout (`checkpoint.reshardable`). Loading is timed
-too. The first saves of a process, which plan who writes what, are left out.
+synchronous save. Loading is timed too. The first saves of a process, which plan who writes what,
+are left out.
 """
 
 from __future__ import annotations
@@ -50,16 +49,14 @@ class Row:
     """One way to save.
 
     Attributes:
-        format: Of the optimizer's state.
         way: at once, or in the background.
         waits_seconds: What a save takes from the loop, median.
-        share: Of the wait at once in the same format.
+        share: Of the wait at once.
         durable_seconds: From its start until it is published, median; training goes on beside it.
         load_seconds: To read it back.
         mebibytes: On disk.
     """
 
-    format: str
     way: str
     waits_seconds: float
     share: float
@@ -94,14 +91,14 @@ def make_batch() -> PackedBatch:
 
 
 def measure(
-    backend: PolicyBackend, process: Process, root: Path, reshardable: bool, background: bool
+    backend: PolicyBackend, process: Process, root: Path, background: bool
 ) -> tuple[float, float]:
     """Seconds that saves take from the loop, and until they are published; medians."""
     waits, durable = [], []
     for number in range(WARM_UP + ROUNDS):
         began = time.perf_counter()
         new = NewCheckpoint(root, number, process)
-        save = backend.save(new.aside, reshardable=reshardable, background=background)
+        save = backend.save(new.aside, background=background)
         waits.append(time.perf_counter() - began)
         while not save.is_done():
             step(backend)
@@ -134,24 +131,19 @@ def run(folder: Path, hidden: int, layers: int) -> list[Row]:
     process = start_megatron(Layout(), seed=0)
     backend = make_backend(folder, process)
     rows: list[Row] = []
-    for reshardable in (True, False):
-        at_once = 0.0
-        for background in (False, True):
-            root = folder / f"{reshardable}-{background}"
-            waits, durable = measure(backend, process, root, reshardable, background)
-            at_once = at_once or waits
-            size = sum(p.stat().st_size for p in root.rglob("*") if p.is_file())
-            rows.append(
-                Row(
-                    format="any layout" if reshardable else "same layout",
-                    way="background" if background else "at once",
-                    waits_seconds=waits,
-                    share=waits / at_once,
-                    durable_seconds=durable,
-                    load_seconds=load(backend, root),
-                    mebibytes=size / 2**20,
-                )
+    for background in (False, True):
+        root = folder / f"{background}"
+        waits, durable = measure(backend, process, root, background)
+        rows.append(
+            Row(
+                way="background" if background else "at once",
+                waits_seconds=waits,
+                share=waits / (rows[0].waits_seconds if rows else waits),
+                durable_seconds=durable,
+                load_seconds=load(backend, root),
+                mebibytes=sum(p.stat().st_size for p in root.rglob("*") if p.is_file()) / 2**20,
             )
+        )
     backend.close()
     return rows
 
@@ -159,11 +151,10 @@ def run(folder: Path, hidden: int, layers: int) -> list[Row]:
 def print_table(rows: Sequence[Row]) -> None:
     """For people."""
     table = Table(box=SIMPLE, title="A checkpoint, and what training waits for it")
-    for name in ("optimizer's state for", "written", "waits", "share", "until durable", "load", ""):
+    for name in ("written", "waits", "share", "until durable", "load", ""):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row.format,
             row.way,
             f"{row.waits_seconds * 1e3:.0f} ms",
             f"{row.share:.1%}",

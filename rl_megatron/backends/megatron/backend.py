@@ -84,7 +84,7 @@ class MegatronBackend:
         self._one_pass = one_pass
         self._balance_coefficient = moe_aux_loss_coeff
         self._offloaded = Offloaded()
-        self._save_plans: dict[bool, Any] = {}
+        self._save_plan: Any = None
         self._optimizer: Any = None
         self._modules: list[Any] = list(chunks)
         if optimizer is None:
@@ -148,18 +148,15 @@ class MegatronBackend:
         """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
         return iter_hf_weights(self.chunks, self.rules, self.process)
 
-    def save(
-        self, folder: Path, *, reshardable: bool = True, background: bool = False
-    ) -> PendingSave:
+    def save(self, folder: Path, *, background: bool = False) -> PendingSave:
         """Write weights and optimizer state; see `PolicyBackend`."""
-        if reshardable not in self._save_plans:
-            self._save_plans[reshardable] = make_save_plan()
+        if self._save_plan is None:
+            self._save_plan = make_save_plan()
         return save_megatron(
             folder,
             self.chunks,
             self._optimizer,
-            plan=self._save_plans[reshardable],
-            reshardable=reshardable,
+            plan=self._save_plan,
             background=background,
         )
 

@@ -137,11 +137,9 @@ class TorchBackend:
         """Every weight under its Hugging Face name; the live ones."""
         return named_weights(self.model)
 
-    def save(
-        self, folder: Path, *, reshardable: bool = True, background: bool = False
-    ) -> PendingSave:
+    def save(self, folder: Path, *, background: bool = False) -> PendingSave:
         """Write weights (the float32 main ones of a bf16 model) and the state of Adam, at once."""
-        del reshardable, background  # One process has one layout, and a small model.
+        del background  # A small model.
         weights = dict(self.named_weights())
         if self._optimizer is not None:
             weights = dict(zip(weights, self._optimizer.main_weights, strict=True))

@@ -37,7 +37,7 @@ class Policy:
     def __init__(self):
         self.steps = 0
 
-    def save(self, folder, *, reshardable, background):
+    def save(self, folder, *, background):
         (folder / "weights").write_text(str(self.steps))
         # What makes a folder one of Megatron's.
         for name in ("metadata.json", ".metadata"):

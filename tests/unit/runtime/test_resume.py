@@ -14,8 +14,6 @@ from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.runtime.resume import find_checkpoint
 from tests.helpers.minimal_runs import SFT, with_settings
 
-LAYOUT = {"tensor": 2, "pipeline": 1, "data": 2}
-
 
 def make_run(folder, **settings):
     return build_run(SFTRun, with_settings(SFT, output_dir=str(folder), **settings))
@@ -28,7 +26,7 @@ def checkpoint(run, step):
     (folder / "hf").mkdir(parents=True)
     for name in ("metadata.json", ".metadata", "hf/config.json"):
         (folder / name).write_text("{}")
-    RunState(step, step, 1.0, resolved(run), LAYOUT, {}).write(folder)
+    RunState(step, step, 1.0, resolved(run), {"tensor": 2}, {}).write(folder)
     (root / POINTER_FILE).write_text(f"{step}\n")
     return folder
 
@@ -49,20 +47,20 @@ def begin(run):
 
 def test_auto_takes_the_last_one_and_nothing_of_nothing(tmp_path):
     run = make_run(tmp_path)
-    assert find_checkpoint(run, LAYOUT) is None
+    assert find_checkpoint(run) is None
     checkpoint(run, 5)
     latest = checkpoint(run, 10)
-    found = find_checkpoint(run, LAYOUT)
+    found = find_checkpoint(run)
     assert (found.folder, found.state.step) == (latest, 10)
 
 
 def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
     run = make_run(tmp_path, checkpoint__resume="never")
-    assert find_checkpoint(run, LAYOUT) is None
+    assert find_checkpoint(run) is None
     begin(run)
     said = rf"output_dir {tmp_path} holds a run already .*name another output_dir, or remove"
     with pytest.raises(ConfigError, match=said):
-        find_checkpoint(run, LAYOUT)
+        find_checkpoint(run)
 
 
 def test_a_path_is_for_the_first_attempt(tmp_path):
@@ -70,21 +68,21 @@ def test_a_path_is_for_the_first_attempt(tmp_path):
     folder = checkpoint(other, 7)
     for path in (tmp_path / "other", folder.parent, folder):
         run = make_run(tmp_path / "run", checkpoint__resume=str(path))
-        assert find_checkpoint(run, LAYOUT).folder == folder
+        assert find_checkpoint(run).folder == folder
     own = checkpoint(run, 9)
-    assert find_checkpoint(run, LAYOUT).folder == own
+    assert find_checkpoint(run).folder == own
 
 
 def test_a_path_must_hold_a_checkpoint_of_a_run(tmp_path):
     for name, word in (("missing", "does not exist"), ("", "holds no checkpoint")):
         run = make_run(tmp_path / "run", checkpoint__resume=str(tmp_path / name))
         with pytest.raises(CheckpointError, match=rf"checkpoint.resume = .*: {word}"):
-            find_checkpoint(run, LAYOUT)
+            find_checkpoint(run)
     converted = checkpoint(make_run(tmp_path / "converted"), 0)
     (converted / STATE_FILE).unlink()
     run = make_run(tmp_path / "run", checkpoint__resume=str(converted))
     with pytest.raises(CheckpointError, match=r"no run can go on from this folder.*model\.path"):
-        find_checkpoint(run, LAYOUT)
+        find_checkpoint(run)
 
 
 def test_an_earlier_one_of_its_own_is_not_a_path_to_go_on_from(tmp_path):
@@ -93,7 +91,7 @@ def test_an_earlier_one_of_its_own_is_not_a_path_to_go_on_from(tmp_path):
     checkpoint(run, 10)
     run = make_run(tmp_path, checkpoint__resume=str(earlier))
     with pytest.raises(ConfigError, match="go back to an earlier one remove the iter_ folders"):
-        find_checkpoint(run, LAYOUT)
+        find_checkpoint(run)
 
 
 @pytest.mark.parametrize("damage", ["empty pointer", "no pointer", "half folder", "cut state"])
@@ -111,7 +109,7 @@ def test_a_broken_last_one_gives_way_to_the_one_before(damage, tmp_path, caplog)
     if damage == "cut state":
         (latest / STATE_FILE).write_text('{"step": ')
     with caplog.at_level(logging.WARNING):
-        found = find_checkpoint(run, LAYOUT)
+        found = find_checkpoint(run)
     whole = latest if "pointer" in damage else earlier
     assert found.folder == whole
     # The next save finds a pointer that says where the run is.
@@ -127,14 +125,14 @@ def test_none_whole_is_an_error_and_not_a_new_beginning(tmp_path):
     for step in (5, 10):
         (checkpoint(run, step) / STATE_FILE).unlink()
     with pytest.raises(CheckpointError, match=r"iter_0000010/run_state.json cannot be read"):
-        find_checkpoint(run, LAYOUT)
+        find_checkpoint(run)
 
 
 def test_a_folder_that_is_being_written_is_no_checkpoint(tmp_path):
     run = make_run(tmp_path)
     latest = checkpoint(run, 5)
     shutil.copytree(latest, latest.with_name("iter_0000010.123-4.tmp"))
-    assert find_checkpoint(run, LAYOUT).folder == latest
+    assert find_checkpoint(run).folder == latest
 
 
 def test_what_changes_no_number_may_change(tmp_path):
@@ -149,14 +147,14 @@ def test_what_changes_no_number_may_change(tmp_path):
         data__train__path="moved/rows.jsonl",
         checkpoint__keep_last=2,
     )
-    assert find_checkpoint(run, LAYOUT).folder == folder
+    assert find_checkpoint(run).folder == folder
 
 
 def test_what_changes_numbers_is_named_and_refused_or_allowed(tmp_path):
     checkpoint(make_run(tmp_path), 5)
     changed = {"optimizer__lr": 3e-4, "train__num_steps": 200, "seed": 4}
     with pytest.raises(ConfigError) as error:
-        find_checkpoint(make_run(tmp_path, **changed), LAYOUT)
+        find_checkpoint(make_run(tmp_path, **changed))
     first, *changes, last = str(error.value).splitlines()
     assert first.endswith("iter_0000005 was saved by a run with other settings; then -> now:")
     assert changes == [
@@ -167,14 +165,14 @@ def test_what_changes_numbers_is_named_and_refused_or_allowed(tmp_path):
     assert last.endswith("checkpoint.allow_changes=[optimizer.lr, seed, train.num_steps]")
     allowed = ["optimizer", "train.num_steps", "seed"]
     run = make_run(tmp_path, **changed, checkpoint__allow_changes=allowed)
-    assert find_checkpoint(run, LAYOUT).state.step == 5
+    assert find_checkpoint(run).state.step == 5
 
 
 def test_a_run_without_a_checkpoint_is_known_by_its_config(tmp_path):
     begin(make_run(tmp_path))
-    assert find_checkpoint(make_run(tmp_path), LAYOUT) is None
+    assert find_checkpoint(make_run(tmp_path)) is None
     with pytest.raises(ConfigError, match="seed: 0 -> 1"):
-        find_checkpoint(make_run(tmp_path, seed=1), LAYOUT)
+        find_checkpoint(make_run(tmp_path, seed=1))
 
 
 def test_a_setting_that_came_later_has_its_default_in_an_older_run(tmp_path):
@@ -183,15 +181,6 @@ def test_a_setting_that_came_later_has_its_default_in_an_older_run(tmp_path):
     state = json.loads(path.read_text())
     del state["config"]["data"]["shuffle"]
     path.write_text(json.dumps(state))
-    assert find_checkpoint(make_run(tmp_path), LAYOUT).folder == folder
+    assert find_checkpoint(make_run(tmp_path)).folder == folder
     with pytest.raises(ConfigError, match="data.shuffle: True -> False"):
-        find_checkpoint(make_run(tmp_path, data__shuffle=False), LAYOUT)
-
-
-def test_a_layout_that_the_optimizer_was_cut_for(tmp_path):
-    run = make_run(tmp_path, checkpoint__reshardable=False)
-    folder = checkpoint(run, 5)
-    assert find_checkpoint(run, LAYOUT | {"data": 4}).folder == folder
-    said = r"reshardable=false, and the layout is another: tensor 2 -> 1, pipeline 1 -> 2\."
-    with pytest.raises(CheckpointError, match=said):
-        find_checkpoint(run, LAYOUT | {"tensor": 1, "pipeline": 2})
+        find_checkpoint(make_run(tmp_path, data__shuffle=False))
