@@ -49,8 +49,7 @@ def train(run: GRPORun) -> None:
         step = job.resume(policy, prompts=task.groups.cursor, kl_in_reward=kl_in_reward)
 
         for number in job.rounds(run.train.num_rollout_batches):
-            task.sync.push(policy_version=step)
-            sampled = task.groups.sample(number, job.phase)
+            sampled = task.groups.sample(number, job.phase, policy_version=step)
             rollouts, scores = sampled.rollouts, sampled.scores
             job.record_rollouts(step + 1, rollouts, scores.rewards)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -135,7 +136,10 @@ class RolloutEngine(Protocol):
         ...
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
-        """Take new weights under their Hugging Face names and forget everything cached."""
+        """Take new weights under their Hugging Face names and forget everything cached.
+
+        An engine on the trainer's own weights does not ask for them.
+        """
         ...
 
     def sleep(self) -> None:
@@ -143,7 +147,7 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Take memory again, before `load_weights`. An engine of its own weights begins asleep."""
         ...
 
     def close(self) -> None:
@@ -154,8 +158,12 @@ class RolloutEngine(Protocol):
 class WeightSync(Protocol):
     """How the trainer's weights reach the engine."""
 
-    def push(self, policy_version: int) -> None:
-        """Make the engine sample from the trainer's current weights."""
+    def sampling(self, policy_version: int = 0) -> AbstractContextManager[RolloutEngine]:
+        """The engine, awake with the trainer's current weights; afterwards it sleeps.
+
+        Called by all ranks together, while nothing is trained. `policy_version` is noted in the
+        rollouts.
+        """
         ...
 
 

@@ -68,6 +68,21 @@ class LogprobHead(nn.Module):
             token_gradient=gradient,
         )
 
+    def logits(self) -> Callable[[Tensor], Tensor]:
+        """What gives float32 logits [n, vocabulary] from hidden states [n, H], at temperature 1.
+
+        The weights are those of now.
+        """
+        weight, *bias = (parameter.detach().float() for parameter in self.borrowed)
+
+        def compute(hidden: Tensor) -> Tensor:
+            found = nn.functional.linear(hidden.float(), weight, *bias)
+            if self._softcap is not None:
+                found = self._softcap * torch.tanh(found / self._softcap)
+            return self._scale * found
+
+        return compute
+
 
 class ScoreHead(nn.Module):
     """Scores from hidden states in float32, by the weight of a reward model's own head."""

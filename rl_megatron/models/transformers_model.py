@@ -63,15 +63,21 @@ def load_transformers_model(
             f"{folder} holds {', '.join(unexpected)}, which config.json gives no place to; the "
             "model would not be the one in the folder. Check model_type and its settings."
         )
+    model = as_we_run_it(model)
+    if head is not None:
+        with torch.no_grad():
+            model.score.weight.copy_(head)
+    return model.to(device)
+
+
+def as_we_run_it(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, without what transformers does otherwise."""
     # transformers never trains the embedding of the padding token. Here it is a token like others:
     # nothing is padded with it that counts, and a model may sample it.
     model.get_input_embeddings().padding_idx = None
     # Experts one after the other: the faster ways are not made for every dtype and device.
     model.set_experts_implementation("eager")
-    if head is not None:
-        with torch.no_grad():
-            model.score.weight.copy_(head)
-    return model.to(device)
+    return model
 
 
 def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

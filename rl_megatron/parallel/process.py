@@ -67,6 +67,11 @@ class Process:
         return 0 if self.replica_group is None else dist.get_rank(self.replica_group)
 
     @property
+    def num_replicas(self) -> int:
+        """Ranks that can sample on their own: context-parallel ones hold all weights too."""
+        return self.layout.data * self.layout.context
+
+    @property
     def data_rank(self) -> int:
         """Rank within the data-parallel group."""
         return 0 if self.data_group is None else dist.get_rank(self.data_group)

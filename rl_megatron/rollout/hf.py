@@ -1,4 +1,4 @@
-"""Sampling on a transformers model in one process, with our own loop and rules.
+"""Sampling on a transformers model that every rank holds whole, with our own loop and rules.
 
 transformers' `generate` is not used: it fills in what generation_config.json of the model folder
 says (repetition penalties, top_k), and its random numbers depend on the batch.
@@ -6,6 +6,7 @@ says (repetition penalties, top_k), and its random numbers depend on the batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -13,22 +14,26 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
+from rl_megatron.models.transformers_bare import give_memory_back, take_memory
+from rl_megatron.models.transformers_head import LogprobHead
 from rl_megatron.models.transformers_model import set_weights
 from rl_megatron.parallel import watchdog
 from rl_megatron.parallel.process import Process
-from rl_megatron.rollout.requests import Request, make_requests, to_rollout
+from rl_megatron.rollout.requests import Request, gather_shares, make_requests, share_of, to_rollout
 from rl_megatron.rollout.sampling import sample
 from rl_megatron.rollout.seeds import uniforms
 
 
 class HFEngine:
-    """The `RolloutEngine` protocol on a transformers model.
+    """The `RolloutEngine` protocol on a transformers model, whole on every rank.
 
     Args:
-        model: From `load_transformers_model`; that of the `TorchBackend`, or one of its own.
-        process: This process, alone in its job.
+        model: The trainer's, read at every step; or of the engine's own, from
+            `bare_transformers_model`.
+        process: This process; ranks differ in their requests only.
         decode: Text of token ids, special tokens left out.
-        max_concurrent_sequences: Responses sampled side by side.
+        max_concurrent_sequences: Responses that one rank samples side by side.
+        owns_model: The model is the engine's own: it has weights from `load_weights` to `sleep`.
     """
 
     def __init__(
@@ -37,9 +42,14 @@ class HFEngine:
         process: Process,
         decode: Callable[[list[int]], str],
         max_concurrent_sequences: int,
+        owns_model: bool = False,
     ) -> None:
-        assert process.layout.world_size == 1, "the hf engine is one process"
+        assert process.num_replicas == process.layout.world_size, "the hf engine cuts no model"
         self._model = model.eval()
+        self._head = LogprobHead(model)
+        self._accepted = inspect.signature(model.base_model.forward).parameters
+        self._owns_model = owns_model
+        self._process = process
         self._decode = decode
         self._max_concurrent = max_concurrent_sequences
         self._device = process.device
@@ -49,37 +59,43 @@ class HFEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, group_size: int, seed: int
     ) -> list[Rollout]:
-        """`group_size` rollouts of each prompt; see `RolloutEngine`."""
-        requests = make_requests(prompts, group_size, seed)
-        for start in range(0, len(requests), self._max_concurrent):
-            self._run_wave(requests[start : start + self._max_concurrent], sampling)
-        return [to_rollout(r, self._decode, self._policy_version) for r in requests]
+        """`group_size` rollouts of each prompt, equal on all ranks; see `RolloutEngine`."""
+        mine = share_of(make_requests(prompts, group_size, seed), self._process)
+        for start in range(0, len(mine), self._max_concurrent):
+            self._run_wave(mine[start : start + self._max_concurrent], sampling)
+        everyones = gather_shares(mine, self._process)
+        return [to_rollout(r, self._decode, self._policy_version) for r in everyones]
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]], policy_version: int) -> None:
-        """Copy the weights in (onto themselves, if the model is the trainer's)."""
-        set_weights(self._model, weights)
+        """Copy the weights in, or only note the version, if the model is the trainer's."""
+        if self._owns_model:
+            set_weights(self._model, weights)
         self._policy_version = policy_version
 
     def sleep(self) -> None:
-        """Nothing to give back: the cache lives only as long as a call of `generate`."""
+        """Give back the memory of weights of its own; the cache ends with a call of `generate`."""
+        if self._owns_model:
+            give_memory_back(self._model)
 
     def wake(self) -> None:
-        """Nothing to take back."""
+        """Take memory for weights of its own, which `load_weights` then fills."""
+        if self._owns_model:
+            take_memory(self._model)
 
     def close(self) -> None:
         """Let go of the model."""
-        del self._model
+        del self._model, self._head
 
     def _run_wave(self, wave: list[Request], sampling: Sampling) -> None:
         """Sample all responses of a wave to their ends."""
         # float32, as in the log-probs of training: bf16 logits are off by several percent.
-        head = self._model.get_output_embeddings().weight.float()
+        logits = self._head.logits()
         cache = DynamicCache()
         active = wave
         mask, hidden = self._read_prompts(wave, cache)
         while True:
             watchdog.beat()
-            tokens = _next_tokens(hidden @ head.t(), active, sampling)
+            tokens = _next_tokens(logits(hidden), active, sampling)
             running = [i for i, request in enumerate(active) if request.finished is None]
             if not running:
                 return
@@ -87,7 +103,7 @@ class HFEngine:
                 active = [active[i] for i in running]
                 rows = torch.tensor(running, device=self._device)
                 tokens, mask = tokens[rows], mask[rows]
-                cache.batch_select_indices(rows)
+                cache.reorder_cache(rows)
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             hidden = self._forward(tokens[:, None], mask, cache)
 
@@ -105,7 +121,7 @@ class HFEngine:
         hidden = self._forward(tokens, mask, cache)
         place = {prompt: row for row, prompt in enumerate(prompts)}
         rows = torch.tensor([place[r.prompt.token_ids] for r in wave], device=self._device)
-        cache.batch_select_indices(rows)
+        cache.reorder_cache(rows)
         return mask[rows], hidden[rows]
 
     def _forward(self, tokens: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
@@ -114,8 +130,10 @@ class HFEngine:
         `mask` [n, S] is 1 on real tokens, those in the cache included; positions count only these.
         """
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        # By position, because releases of transformers differ in the name of the cache.
-        output = self._model.base_model(tokens, mask, positions, cache, use_cache=True)
+        more = {"position_ids": positions} if "position_ids" in self._accepted else {}
+        # Releases of transformers differ in the name of the cache.
+        more["cache" if "cache" in self._accepted else "past_key_values"] = cache
+        output = self._model.base_model(tokens, attention_mask=mask, use_cache=True, **more)
         hidden: Tensor = output.last_hidden_state[:, -1].float()
         return hidden
 

@@ -26,7 +26,7 @@ from rl_megatron.models.sequence import (
 from rl_megatron.parallel import watchdog
 from rl_megatron.parallel.inference import inference_mode
 from rl_megatron.parallel.process import Process
-from rl_megatron.rollout.requests import Request, make_requests, to_rollout
+from rl_megatron.rollout.requests import Request, gather_shares, make_requests, share_of, to_rollout
 from rl_megatron.rollout.sampling import sample
 from rl_megatron.rollout.seeds import uniforms
 
@@ -61,8 +61,7 @@ class MegatronEngine:
     ) -> list[Rollout]:
         """`group_size` rollouts of each prompt, equal on all ranks; see `RolloutEngine`."""
         requests = make_requests(prompts, group_size, seed)
-        share = -(-len(requests) // self._num_replicas)
-        mine = requests[self._process.replica_rank * share :][:share]
+        mine = share_of(requests, self._process)
         modes = [chunk.training for chunk in self._chunks]
         for chunk in self._chunks:
             chunk.eval()
@@ -74,7 +73,8 @@ class MegatronEngine:
                 self._run_wave(wave or [idle], sampling)
         for chunk, mode in zip(self._chunks, modes, strict=True):
             chunk.train(mode)
-        return [to_rollout(r, self._decode, self._policy_version) for r in self._collect(mine)]
+        everyones = gather_shares(mine, self._process)
+        return [to_rollout(r, self._decode, self._policy_version) for r in everyones]
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Logits [tokens, vocabulary] fp32 at every place of the sequences, end to end.
@@ -111,14 +111,6 @@ class MegatronEngine:
     def close(self) -> None:
         """Let go of the policy."""
         self._chunks = []
-
-    def _collect(self, mine: list[Request]) -> list[Request]:
-        """The requests of all replicas, in order."""
-        if self._num_replicas == 1:
-            return mine
-        shares: list[list[Request]] = [[] for _ in range(self._num_replicas)]
-        dist.all_gather_object(shares, mine, group=self._process.replica_group)
-        return [request for share in shares for request in share]
 
     def _run_wave(self, wave: list[Request], sampling: Sampling) -> None:
         """Sample all responses of a wave to their ends."""
@@ -288,11 +280,6 @@ class MegatronEngine:
         """`rows` with the last repeated until the layout divides their number."""
         tail = -len(rows) % self._process.layout.row_multiple
         return torch.cat([rows, rows[-1:].expand(tail)])
-
-    @property
-    def _num_replicas(self) -> int:
-        """Ranks that sample on their own: context-parallel ones hold all weights too."""
-        return self._process.layout.data * self._process.layout.context
 
     @property
     def _inverse_frequencies(self) -> Tensor:

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
+
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
+from rl_megatron.parallel.process import Process
 from rl_megatron.rollout.seeds import stream_key
 
 
@@ -55,6 +58,21 @@ def make_requests(prompts: Sequence[Prompt], group_size: int, seed: int) -> list
             key = stream_key(seed, prompt.row_id, sample_index)
             requests.append(Request(len(requests), prompt, sample_index, key))
     return requests
+
+
+def share_of(requests: list[Request], process: Process) -> list[Request]:
+    """What this replica samples: one stretch of the requests, which may be empty."""
+    size = -(-len(requests) // process.num_replicas)
+    return requests[process.replica_rank * size :][:size]
+
+
+def gather_shares(mine: list[Request], process: Process) -> list[Request]:
+    """The requests of all replicas, in order, on all of them. Collective."""
+    if process.num_replicas == 1:
+        return mine
+    shares: list[list[Request]] = [[] for _ in range(process.num_replicas)]
+    dist.all_gather_object(shares, mine, group=process.replica_group)
+    return [request for share in shares for request in share]
 
 
 def to_rollout(

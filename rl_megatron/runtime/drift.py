@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from rl_megatron.config.drift import DriftConfig
 from rl_megatron.data.packing import pack_rollouts
 from rl_megatron.interfaces import metric_names as names
-from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer
+from rl_megatron.interfaces.protocols import PolicyBackend, Scorer, WeightSync
 from rl_megatron.interfaces.records import Prompt, Sampling
 from rl_megatron.losses.kl import sequence_kl
 
@@ -63,7 +63,7 @@ class KLSnapshot:
         settings: DriftConfig,
         prompts: Sequence[Prompt],
         sampling: Sampling,
-        engine: RolloutEngine,
+        sync: WeightSync,
         policy: PolicyBackend,
         reference: Scorer,
         seed: int,
@@ -71,7 +71,7 @@ class KLSnapshot:
         self._settings = settings
         self._prompts = prompts[: settings.num_prompts]
         self._sampling = sampling
-        self._engine = engine
+        self._sync = sync
         self._policy = policy
         self._reference = reference
         self._seed = seed
@@ -89,7 +89,8 @@ class KLSnapshot:
 
     def measure(self, step: int) -> tuple[dict[str, float], bool]:
         """Metrics after step `step`, and whether the run is to stop. Collective."""
-        rollouts = self._engine.generate(self._prompts, self._sampling, 1, self._seed)
+        with self._sync.sampling(step) as engine:
+            rollouts = engine.generate(self._prompts, self._sampling, 1, self._seed)
         batch = pack_rollouts(rollouts)
         kl = sequence_kl(
             self._policy.logprobs(batch),

@@ -16,6 +16,7 @@ from rl_megatron.interfaces.protocols import (
     RewardScorer,
     RolloutEngine,
     Scorer,
+    WeightSync,
 )
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
 from rl_megatron.losses.aggregate import totals
@@ -44,18 +45,26 @@ class Evaluation:
     batch_size: int
     seed: int
 
-    def run(self, engine: RolloutEngine, process: Process) -> dict[str, float]:
-        """Mean rewards over the prompts."""
+    def run(self, sync: WeightSync, process: Process) -> dict[str, float]:
+        """Mean rewards over the prompts, of the policy as it is now."""
+        with sync.sampling() as engine:
+            answers = {
+                names.EVALUATION_GREEDY: self._answers(engine, 0.0),
+                names.EVALUATION_SAMPLED: self._answers(engine, 1.0),
+            }
         means = {}
-        for name, temperature in ((names.EVALUATION_GREEDY, 0.0), (names.EVALUATION_SAMPLED, 1.0)):
-            sampling = replace(self.sampling, temperature=temperature)
-            rollouts: list[Rollout] = []
-            for start in range(0, len(self.prompts), self.batch_size):
-                batch = self.prompts[start : start + self.batch_size]
-                rollouts += engine.generate(batch, sampling, 1, self.seed)
+        for name, rollouts in answers.items():
             scores = score_together(rollouts, self.rewards, process)
             means[name] = statistics.fmean(r for r in scores.rewards if r is not None)
         return means
+
+    def _answers(self, engine: RolloutEngine, temperature: float) -> list[Rollout]:
+        sampling = replace(self.sampling, temperature=temperature)
+        rollouts: list[Rollout] = []
+        for start in range(0, len(self.prompts), self.batch_size):
+            batch = self.prompts[start : start + self.batch_size]
+            rollouts += engine.generate(batch, sampling, 1, self.seed)
+        return rollouts
 
 
 def held_out_metrics(

@@ -16,7 +16,7 @@ from rl_megatron.config.rollout import RolloutConfig
 from rl_megatron.data.sampler import RowCursor
 from rl_megatron.errors import RolloutError
 from rl_megatron.interfaces import metric_names as names
-from rl_megatron.interfaces.protocols import RolloutEngine
+from rl_megatron.interfaces.protocols import RolloutEngine, WeightSync
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
 from rl_megatron.metrics.timing import Span
 from rl_megatron.parallel.process import Process
@@ -68,7 +68,7 @@ class GroupSampler:
     Every rank draws the same prompts and sees the same scores, so all decide alike.
 
     Args:
-        engine: Samples.
+        sync: Gives the engine that samples.
         rewards: Score.
         prompts: All rows.
         cursor: Which of them come next.
@@ -83,7 +83,7 @@ class GroupSampler:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        sync: WeightSync,
         rewards: Sequence[NamedReward],
         prompts: Sequence[Prompt],
         cursor: RowCursor,
@@ -92,7 +92,7 @@ class GroupSampler:
         seed: int,
         process: Process,
     ) -> None:
-        self._engine = engine
+        self._sync = sync
         self._rewards = rewards
         self._prompts = prompts
         self.cursor = cursor
@@ -101,26 +101,28 @@ class GroupSampler:
         self._seed = seed
         self._process = process
 
-    def sample(self, number: int, phase: Phase) -> Sampled:
-        """Rollout batch `number`, counted from 1.
+    def sample(self, number: int, phase: Phase, policy_version: int) -> Sampled:
+        """Rollout batch `number`, counted from 1, by the policy as it is now.
 
         Args:
             number: Decides, with the seed, what is sampled.
             phase: Times the parts "generate" and "score".
+            policy_version: Optimiser steps that the policy has made.
 
         Raises:
             RolloutError: No response could be scored, or the batch could not be filled.
         """
         wanted = self._rollout.prompts_per_batch
-        if self._rollout.dynamic_sampling is None:
-            groups = self._draw(0, wanted, number, 0, phase)
-            self.cursor.take(wanted)
-            sampled = _joined(groups, {})
-            require_scores(sampled.scores)
-            return sampled
-        return self._fill(number, wanted, phase)
+        with self._sync.sampling(policy_version) as engine:
+            if self._rollout.dynamic_sampling is not None:
+                return self._fill(engine, number, wanted, phase)
+            groups = self._draw(engine, 0, wanted, rollout_seed(self._seed, number), phase)
+        self.cursor.take(wanted)
+        sampled = _joined(groups, {})
+        require_scores(sampled.scores)
+        return sampled
 
-    def _fill(self, number: int, wanted: int, phase: Phase) -> Sampled:
+    def _fill(self, engine: RolloutEngine, number: int, wanted: int, phase: Phase) -> Sampled:
         """A batch of groups whose rewards differ.
 
         Groups count in the order of their prompts. Prompts drawn beyond the last one that is
@@ -133,7 +135,8 @@ class GroupSampler:
         for refill in range(settings.max_refills + 1):
             # As many as are likely to be needed, but no more than a batch.
             likely = math.ceil((wanted - len(kept)) * len(drawn) / len(kept)) if kept else wanted
-            groups = self._draw(len(drawn), min(likely, wanted), number, refill, phase)
+            seed = rollout_seed(self._seed, number, refill)
+            groups = self._draw(engine, len(drawn), min(likely, wanted), seed, phase)
             for index, group in enumerate(groups, start=len(drawn)):
                 if len(group.deciding(settings.reward)) > 1:
                     kept.append(index)
@@ -153,13 +156,14 @@ class GroupSampler:
         }
         return _joined([drawn[i] for i in kept], metrics)
 
-    def _draw(self, skip: int, count: int, number: int, refill: int, phase: Phase) -> list[_Group]:
+    def _draw(
+        self, engine: RolloutEngine, skip: int, count: int, seed: int, phase: Phase
+    ) -> list[_Group]:
         """The groups of `count` prompts after the next `skip`, in the order of the prompts."""
         prompts = [self._prompts[i] for i in self.cursor.peek(count, skip)]
         group_size = self._rollout.group_size
         with phase("generate") as span:
-            seed = rollout_seed(self._seed, number, refill)
-            rollouts = self._engine.generate(prompts, self._sampling, group_size, seed)
+            rollouts = engine.generate(prompts, self._sampling, group_size, seed)
             span.tokens = sum(len(rollout.response_ids) for rollout in rollouts)
         with phase("score"):
             scores = gather_scores(rollouts, self._rewards, self._process)

@@ -19,7 +19,6 @@ from rl_megatron.interfaces.batch import JudgedBatch, PackedBatch
 from rl_megatron.interfaces.protocols import (
     PolicyBackend,
     RewardBackend,
-    RolloutEngine,
     Scorer,
     WeightSync,
 )
@@ -98,7 +97,6 @@ class GRPOTask:
 
     policy: PolicyBackend
     reference: Scorer | None
-    sync: WeightSync
     groups: GroupSampler
     sampling: Sampling
     evaluate: Callable[[], dict[str, float]]
@@ -172,15 +170,22 @@ def build_grpo(run: GRPORun, process: Process) -> GRPOTask:
     reference = None
     if run.needs_reference:
         reference = build_reference(run, process, micro_batching, policy, rollout.temperature)
-    engine = build_engine(policy, process, tokenizer, rollout.max_concurrent_sequences)
+    sync = _sync(policy, process, tokenizer, rollout.max_concurrent_sequences)
     return GRPOTask(
         policy=policy,
         reference=reference,
-        sync=InProcessSync(policy, engine),
-        groups=GroupSampler(engine, rewards, prompts, cursor, sampling, rollout, run.seed, process),
+        groups=GroupSampler(sync, rewards, prompts, cursor, sampling, rollout, run.seed, process),
         sampling=sampling,
-        evaluate=_evaluator(run, process, policy, tokenizer, models, engine),
+        evaluate=_evaluator(run, process, policy, tokenizer, models, sync),
     )
+
+
+def _sync(
+    policy: PolicyBackend, process: Process, tokenizer: Tokenizer, max_concurrent_sequences: int
+) -> WeightSync:
+    """What gives an engine that samples from the policy."""
+    engine = build_engine(policy, process, tokenizer, max_concurrent_sequences)
+    return InProcessSync(policy, engine)
 
 
 def _micro_batching(train: TrainBase) -> MicroBatching:
@@ -234,9 +239,9 @@ def _drift(
         max_response_tokens=run.evaluation_max_response_tokens,
         stop_token_ids=_stop_ids(tokenizer),
     )
-    engine = build_engine(policy, process, tokenizer, run.evaluation.batch_size)
+    sync = _sync(policy, process, tokenizer, run.evaluation.batch_size)
     reference = waiting_reference(run, process, _micro_batching(run.train), policy)
-    return KLSnapshot(run.drift, prompts, sampling, engine, policy, reference, run.seed)
+    return KLSnapshot(run.drift, prompts, sampling, sync, policy, reference, run.seed)
 
 
 def _evaluation_prompts(run: RunBase, tokenizer: Tokenizer) -> tuple[list[Prompt], str]:
@@ -256,13 +261,14 @@ def _evaluator(
     policy: PolicyBackend,
     tokenizer: Tokenizer,
     models: RewardModels | None = None,
-    engine: RolloutEngine | None = None,
+    sync: WeightSync | None = None,
 ) -> Callable[[], dict[str, float]]:
     """What answers and scores held-out prompts; says nothing where the run has no evaluation."""
     if run.evaluation is None or run.evaluation_data is None:
         return dict
     settings = run.evaluation
-    engine = engine or build_engine(policy, process, tokenizer, settings.batch_size)
+    if sync is None:
+        sync = _sync(policy, process, tokenizer, settings.batch_size)
     prompts, setting = _evaluation_prompts(run, tokenizer)
     _check_answers(prompts, run.evaluation_rewards, run.evaluation_data, setting)
     max_tokens = run.evaluation_max_response_tokens
@@ -284,4 +290,4 @@ def _evaluator(
         batch_size=settings.batch_size,
         seed=run.seed,
     )
-    return lambda: evaluation.run(engine, process)
+    return lambda: evaluation.run(sync, process)

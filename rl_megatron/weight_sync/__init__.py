@@ -1,4 +1,4 @@
-"""How the trainer's weights reach the engine: one verb, so that a recipe never asks which way."""
+"""How the trainer's weights reach the engine: one verb, whichever way they go."""
 
 from rl_megatron.weight_sync.in_process import InProcessSync
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine
 
 
@@ -12,6 +15,10 @@ class InProcessSync:
         self._policy = policy
         self._engine = engine
 
-    def push(self, policy_version: int) -> None:
-        """Make the engine sample from the trainer's current weights."""
+    @contextmanager
+    def sampling(self, policy_version: int = 0) -> Iterator[RolloutEngine]:
+        """The engine, awake with the trainer's current weights; see `WeightSync`."""
+        self._engine.wake()
         self._engine.load_weights(self._policy.named_weights(), policy_version)
+        yield self._engine
+        self._engine.sleep()

@@ -28,8 +28,8 @@ class EngineSetup:
 
     Attributes:
         folder: Model folder of `make_tiny_hf`, float32.
-        make: max_concurrent_sequences to an engine and the backend (trainable, at `TEMPERATURE`)
-            whose weights it samples from.
+        make: max_concurrent_sequences to an engine, awake, and the backend (trainable, at
+            `TEMPERATURE`) whose weights it samples from.
     """
 
     folder: Path
@@ -206,11 +206,12 @@ def check_ro_05_new_weights_are_used_at_once(setup: EngineSetup) -> None:
 
 
 def check_sleep_changes_nothing(setup: EngineSetup) -> None:
-    """After `sleep` and `wake` the same call gives the same rollouts."""
-    engine, _ = setup.make(64)
+    """After `sleep`, `wake` and the same weights the same call gives the same rollouts."""
+    engine, policy = setup.make(64)
     expected = engine.generate(PROMPTS, make_sampling(), 2, 0)
     engine.sleep()
     engine.wake()
+    engine.load_weights(policy.named_weights(), policy_version=0)
     assert_same_rollouts(engine.generate(PROMPTS, make_sampling(), 2, 0), expected)
     engine.close()
 

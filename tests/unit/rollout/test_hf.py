@@ -9,6 +9,7 @@ from rl_megatron.backends.torch import TorchBackend
 from rl_megatron.data.packing import pack_rollouts
 from rl_megatron.errors import CheckpointError, NumericsError
 from rl_megatron.interfaces.records import Prompt, Sampling
+from rl_megatron.models.transformers_bare import bare_transformers_model
 from rl_megatron.models.transformers_model import load_transformers_model, named_weights
 from rl_megatron.parallel.process import start_single
 from rl_megatron.rollout.hf import HFEngine
@@ -43,15 +44,24 @@ def load(folder, dtype=torch.float32):
     return load_transformers_model(folder, dtype, torch.device("cpu"))
 
 
+def bare(folder):
+    return bare_transformers_model(folder, torch.float32, torch.device("cpu"))
+
+
 def make(folder, process, dtype=torch.float32, at_once=64):
     return HFEngine(load(folder, dtype), process, decode, at_once)
 
 
+@pytest.mark.parametrize("owns_model", [False, True])
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
-def test_contract(check, folder, process):
+def test_contract(check, owns_model, folder, process):
     def make_both(max_concurrent_sequences):
         policy = TorchBackend(folder, process, WHOLE, TEMPERATURE, optimizer=OPTIMIZER)
-        return HFEngine(policy.model, process, decode, max_concurrent_sequences), policy
+        model = bare(folder) if owns_model else policy.model
+        engine = HFEngine(model, process, decode, max_concurrent_sequences, owns_model)
+        engine.wake()
+        engine.load_weights(policy.named_weights(), policy_version=0)
+        return engine, policy
 
     check(EngineSetup(folder, make_both))
 
@@ -102,7 +112,10 @@ def test_ro_09_positions_count_real_tokens_only(folder, process):
     # Rotary positions are relative, so a shift of a whole row would not show in any log-prob.
     seen = []
     model = load(folder)
-    model.base_model.register_forward_pre_hook(lambda _, args: seen.append(args[1:3]))
+    model.base_model.register_forward_pre_hook(
+        lambda _, args, more: seen.append((more["attention_mask"], more["position_ids"])),
+        with_kwargs=True,
+    )
     prompts = [
         Prompt(row_id=0, token_ids=(50, 51, 52), text=""),
         Prompt(row_id=1, token_ids=(60, 61, 62, 63, 64), text=""),
@@ -148,7 +161,9 @@ def test_bfloat16_logprobs_are_those_of_the_trainer(folder, process):
 
 
 def test_weights_of_a_model_of_its_own_are_replaced_as_a_whole(folder, process, tmp_path):
-    engine = make(folder, process)
+    engine = HFEngine(bare(folder), process, decode, 64, owns_model=True)
+    engine.wake()
+    engine.load_weights(named_weights(load(folder)), policy_version=3)
     engine.generate(PROMPTS, make_sampling(), 1, seed=0)
     other = make_tiny_hf(tmp_path, "llama", rope=LLAMA3_ROPE, seed=1)
     engine.load_weights(named_weights(load(other)), policy_version=4)
@@ -158,6 +173,19 @@ def test_weights_of_a_model_of_its_own_are_replaced_as_a_whole(folder, process, 
     with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
         some = [(n, w) for n, w in named_weights(load(other)) if n != "lm_head.weight"]
         engine.load_weights(iter(some), policy_version=5)
+
+
+def test_the_trainers_own_weights_are_not_asked_for(folder, process):
+    def weights():
+        raise AssertionError("asked")
+        yield
+
+    engine = make(folder, process)
+    engine.wake()
+    engine.load_weights(weights(), policy_version=2)
+    engine.sleep()
+    rollouts = engine.generate(PROMPTS, make_sampling(), 1, seed=0)
+    assert {r.policy_version for r in rollouts} == {2}
 
 
 def test_weights_that_are_not_finite_are_reported(folder, process):

@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -42,6 +43,9 @@ class Engine:
 
     def __init__(self):
         self.calls = []
+
+    def sampling(self):
+        return nullcontext(self)
 
     def generate(self, prompts, sampling, group_size, seed):
         self.calls.append(([p.row_id for p in prompts], sampling, group_size, seed))

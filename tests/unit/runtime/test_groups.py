@@ -1,5 +1,5 @@
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -26,6 +26,11 @@ class Engine:
 
     def __init__(self):
         self.calls = []
+        self.versions = []
+
+    def sampling(self, policy_version):
+        self.versions.append(policy_version)
+        return nullcontext(self)
 
     def generate(self, prompts, sampling, group_size, seed):
         self.calls.append(([prompt.row_id for prompt in prompts], seed))
@@ -78,19 +83,20 @@ def differs_in_every_third(row, sample):
 def test_without_dynamic_sampling_prompts_come_as_they_are():
     engine = Engine()
     groups = sampler(engine, {"same": lambda row, sample: 0.5})
-    first, second = (groups.sample(number, untimed) for number in (1, 2))
+    first, second = (groups.sample(number, untimed, policy_version=3) for number in (1, 2))
     assert rows(first) == [0, 1, 2, 3] and rows(second) == [4, 5, 6, 7]
     assert first.group_ids == [0, 0, 1, 1, 2, 2, 3, 3]
     assert first.scores.rewards == (0.5,) * 8
     assert first.metrics == {}
     assert groups.cursor.position == 8
     assert [seed for _, seed in engine.calls] == [rollout_seed(5, 1), rollout_seed(5, 2)]
+    assert engine.versions == [3, 3]
 
 
 def test_equal_groups_are_replaced_by_further_prompts_in_order():
     engine = Engine()
     groups = sampler(engine, {"a": differs_in_every_third}, max_refills=5)
-    sampled = groups.sample(1, untimed)
+    sampled = groups.sample(1, untimed, policy_version=3)
     assert rows(sampled) == [0, 3, 6, 9]
     assert sampled.group_ids == [0, 0, 1, 1, 2, 2, 3, 3]
     assert sampled.scores.rewards == (0.0, 1.0) * 4
@@ -105,7 +111,7 @@ def test_equal_groups_are_replaced_by_further_prompts_in_order():
         REPLACED: 6.0,
         DRAWN_REWARD: pytest.approx((4 * 0.5 + 6) / 10),
     }
-    again = groups.sample(2, untimed)
+    again = groups.sample(2, untimed, policy_version=3)
     assert engine.calls[3][0][0] == 10
     assert rows(again) == [12, 15, 18, 21]
 
@@ -113,7 +119,7 @@ def test_equal_groups_are_replaced_by_further_prompts_in_order():
 def test_a_batch_that_is_full_at_once_draws_nothing_more():
     engine = Engine()
     groups = sampler(engine, {"a": lambda row, sample: float(sample)}, max_refills=1)
-    sampled = groups.sample(1, untimed)
+    sampled = groups.sample(1, untimed, policy_version=3)
     assert rows(sampled) == [0, 1, 2, 3] and len(engine.calls) == 1
     assert sampled.metrics == {REFILLS: 0.0, REPLACED: 0.0, DRAWN_REWARD: 0.5}
 
@@ -121,9 +127,9 @@ def test_a_batch_that_is_full_at_once_draws_nothing_more():
 def test_one_reward_alone_may_decide():
     values = {"right": differs_in_every_third, "length": lambda row, sample: 0.1 * sample}
     groups = sampler(Engine(), values, by="right", weights=(1.0, 1.0), max_refills=5)
-    assert rows(groups.sample(1, untimed)) == [0, 3, 6, 9]
+    assert rows(groups.sample(1, untimed, policy_version=3)) == [0, 3, 6, 9]
     by_sum = sampler(Engine(), values, weights=(1.0, 1.0), max_refills=5)
-    assert rows(by_sum.sample(1, untimed)) == [0, 1, 2, 3]
+    assert rows(by_sum.sample(1, untimed, policy_version=3)) == [0, 1, 2, 3]
 
 
 def test_groups_with_fewer_than_two_different_scored_rewards_are_replaced():
@@ -134,7 +140,9 @@ def test_groups_with_fewer_than_two_different_scored_rewards_are_replaced():
             return None if sample else 1.0  # one alone
         return float(sample)
 
-    sampled = sampler(Engine(), {"a": sometimes}, wanted=2, max_refills=3).sample(1, untimed)
+    sampled = sampler(Engine(), {"a": sometimes}, wanted=2, max_refills=3).sample(
+        1, untimed, policy_version=3
+    )
     assert rows(sampled) == [2, 3]
     assert sampled.metrics[DRAWN_REWARD] == pytest.approx((1 + 0 + 1 + 0 + 1) / 5)
 
@@ -147,7 +155,7 @@ def test_a_row_that_comes_again_in_a_refill_is_another_group_with_other_samples(
     only_later.seen = Counter()
     engine = Engine()
     groups = sampler(engine, {"a": only_later}, wanted=2, num_rows=2, max_refills=1)
-    sampled = groups.sample(1, untimed)
+    sampled = groups.sample(1, untimed, policy_version=3)
     assert [drawn for drawn, _ in engine.calls] == [[0, 1], [0, 1]]
     assert sampled.group_ids == [0, 0, 1, 1]
     first_keys = {
@@ -166,7 +174,7 @@ def test_a_batch_that_never_fills_names_the_setting_and_what_was_seen():
     engine = Engine()
     groups = sampler(engine, {"a": hopeless}, max_refills=2)
     with pytest.raises(RolloutError) as error:
-        groups.sample(3, untimed)
+        groups.sample(3, untimed, policy_version=3)
     assert len(engine.calls) == 3
     assert str(error.value) == (
         "rollout.dynamic_sampling.max_refills = 2: rollout batch 3 has 1 of 4 groups whose rewards "
@@ -179,7 +187,7 @@ def test_a_batch_that_never_fills_names_the_setting_and_what_was_seen():
 def test_nothing_scored_stops_a_run_without_dynamic_sampling():
     groups = sampler(Engine(), {"a": lambda row, sample: None})
     with pytest.raises(RolloutError, match="rewards: a gave None for all 8 responses"):
-        groups.sample(1, untimed)
+        groups.sample(1, untimed, policy_version=3)
 
 
 def test_phases_are_timed_in_every_refill():
@@ -191,5 +199,7 @@ def test_phases_are_timed_in_every_refill():
         yield span
         phases.append((name, span.tokens))
 
-    sampler(Engine(), {"a": differs_in_every_third}, wanted=2, max_refills=3).sample(1, phase)
+    sampler(Engine(), {"a": differs_in_every_third}, wanted=2, max_refills=3).sample(
+        1, phase, policy_version=3
+    )
     assert phases == [("generate", 8), ("score", 0), ("generate", 8), ("score", 0)]

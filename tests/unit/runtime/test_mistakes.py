@@ -151,7 +151,7 @@ def test_a_reward_that_asks_for_no_answer_needs_none(task):
     rewards = [{"name": "length", "max_tokens": 3}]
     settings = {"rollout__prompts_per_batch": 2, "rollout__max_response_tokens": 4}
     run = grpo(task, "sft.jsonl", rewards=rewards, **settings)
-    sampled = build_grpo(run, ALONE).groups.sample(1, lambda name: nullcontext(Span()))
+    sampled = build_grpo(run, ALONE).groups.sample(1, lambda name: nullcontext(Span()), 0)
     assert {rollout.prompt.answer for rollout in sampled.rollouts} == {None}
     assert None not in sampled.scores.rewards
 
