@@ -57,13 +57,21 @@ def model_digest(chunks: Iterable[nn.Module], rules: Sequence[WeightRule], proce
     return _finish(lanes, shapes)
 
 
-def tensors_digest(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest of whole tensors under their Hugging Face names, each given once."""
+def tensors_digest(weights: Iterable[tuple[str, Tensor]], process: Process | None = None) -> str:
+    """Digest of whole tensors under their Hugging Face names, each given once.
+
+    Args:
+        weights: All of them.
+        process: This rank, if all ranks are given the same tensors and share the work. Collective
+            then.
+    """
+    first, step = _turn(process)
     total, shapes = _Sum(), {}
-    for name, tensor in weights:
+    for number, (name, tensor) in enumerate(weights):
         shapes[name] = tuple(tensor.shape)
-        total.add(_as_rows(tensor), _row_multipliers(name, tensor.shape[0]), slice(None))
-    return _finish(total.lanes, shapes)
+        if number % step == first:
+            total.add(_as_rows(tensor), _row_multipliers(name, tensor.shape[0]), slice(None))
+    return _finish(_all_lanes(total, process), shapes)
 
 
 def folder_digest(
@@ -83,13 +91,17 @@ def folder_digest(
     total = _Sum()
     with HFWeights(folder) as files:
         names = sorted(files.names - ({HEAD} if tied and EMBEDDING in files.names else set()))
-        first, step = (0, 1) if process is None else (process.rank, process.layout.world_size)
+        first, step = _turn(process)
         for name in names[first::step]:
             tensor = files.read(name, (slice(None),)).to(dtype)
             total.add(_as_rows(tensor), _row_multipliers(name, tensor.shape[0]), slice(None))
         shapes = {name: files.record(name).shape for name in names}
-    lanes = total.lanes if process is None else process.all_reduce(total.lanes)
-    return _finish(lanes, shapes)
+    return _finish(_all_lanes(total, process), shapes)
+
+
+def _turn(process: Process | None) -> tuple[int, int]:
+    """Which tensors a rank adds: the first of them, and every how many."""
+    return (0, 1) if process is None else (process.rank, process.layout.world_size)
 
 
 class _Sum:
@@ -106,6 +118,10 @@ class _Sum:
         if sums is None:
             sums = _row_sums(rows, weights)
         self.lanes += (sums.cpu() * multipliers).sum(dim=1)
+
+
+def _all_lanes(total: _Sum, process: Process | None) -> Tensor:
+    return total.lanes if process is None else process.all_reduce(total.lanes)
 
 
 def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:

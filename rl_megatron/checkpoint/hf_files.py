@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -147,6 +147,20 @@ def _open(path: Path) -> Any:
         raise CheckpointError(
             f"{path} is not a complete safetensors file ({error}). Copy it again."
         ) from error
+
+
+def file_name(number: int, count: int) -> str:
+    """Of file `number`, from 0, of so many."""
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """Say which of several files holds which weight."""
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def read_records(folder: Path) -> dict[str, TensorRecord]:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from rl_megatron.checkpoint.hf_files import (
     EMBEDDING,
     HEAD,
-    INDEX_FILE,
-    SINGLE_FILE,
     TensorRecord,
     copy_side_files,
+    file_name,
     read_json,
     read_records,
+    write_index,
 )
 from rl_megatron.checkpoint.naming import Placement, place
 from rl_megatron.checkpoint.publish import new_folder
@@ -168,21 +168,16 @@ class _FileWriter:
         self._write()
         count = len(self._files)
         weight_map = {}
-        for number, names in enumerate(self._files, start=1):
-            file = SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        for number, names in enumerate(self._files):
+            file = file_name(number, count)
             (self._folder / f"{number}.part").rename(self._folder / file)
             weight_map.update(dict.fromkeys(names, file))
         if count > 1:
-            index = {
-                "metadata": {"total_size": self._total_bytes},
-                "weight_map": dict(sorted(weight_map.items())),
-            }
-            text = json.dumps(index, indent=2)
-            (self._folder / INDEX_FILE).write_text(text + "\n", encoding="utf-8")
+            write_index(self._folder, weight_map, self._total_bytes)
 
     def _write(self) -> None:
-        self._files.append(list(self._waiting))
         part = self._folder / f"{len(self._files)}.part"
+        self._files.append(list(self._waiting))
         save_file(self._waiting, part, metadata={"format": "pt"})
         part.chmod(0o644)  # safetensors makes it readable by its owner alone.
         self._total_bytes += self._waiting_bytes

@@ -44,5 +44,5 @@ class ReferenceConfig(Strict):
     """As `model.path`. null: `model.path`, so the reference is the policy before training."""
 
     placement: Literal["resident", "swapped"] = "resident"
-    """resident: an instance of its own. swapped: its weights wait in host memory and take the
-    policy's place while they are needed: less device memory, more time."""
+    """resident: an instance of its own. swapped: its weights wait in host memory, and come to the
+    device while they are needed (Megatron: in the policy's place): less memory, more time."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from rl_megatron.config.base import Idle, Problem
+from rl_megatron.config.base import Idle
 from rl_megatron.config.data import JudgedDataConfig
 from rl_megatron.config.drift import DriftConfig
 from rl_megatron.config.loss import DPOLossConfig, KTOLossConfig
 from rl_megatron.config.reference import DPOReferenceConfig
-from rl_megatron.config.runs import StepRunBase, placement_problems
+from rl_megatron.config.runs import StepRunBase
 
 
 class ReferencedRun(StepRunBase):
@@ -32,17 +32,11 @@ class ReferencedRun(StepRunBase):
     def idle(self) -> Mapping[str, Idle]:
         """One pass over the head, and a drift that nothing is measured on."""
         reason = "a loss of whole responses is known only after all their tokens; remove this key"
-        idle = {"kernels.one_pass": Idle(reason, ())}
+        idle = {**super().idle(), "kernels.one_pass": Idle(reason, ())}
         if self.evaluation is None:
             reason = "there are no prompts to measure it on; add an evaluation, or remove this key"
             idle["drift"] = Idle(reason, ("evaluation",))
         return idle
-
-    def problems(self) -> Iterable[Problem]:
-        """Everything that does not fit."""
-        yield from super().problems()
-        if self.needs_reference:
-            yield from placement_problems(self.reference, self.backend)
 
 
 class DPORun(ReferencedRun):

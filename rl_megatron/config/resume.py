@@ -17,6 +17,7 @@ _FREE = (
     "output_dir",
     "cluster",
     "parallel",
+    "deepspeed",
     "kernels",
     "checkpoint",
     "logging",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from rl_megatron.config.algorithm import AlgorithmConfig
+from rl_megatron.config.backends import (
+    ENGINES,
+    Backend,
+    backend_idle,
+    backend_problems,
+)
 from rl_megatron.config.base import Idle, Problem, Strict
 from rl_megatron.config.checkpoint import CheckpointConfig
 from rl_megatron.config.data import (
@@ -17,6 +22,7 @@ from rl_megatron.config.data import (
     PromptDataConfig,
     ResponseDataConfig,
 )
+from rl_megatron.config.deepspeed import DeepSpeedConfig
 from rl_megatron.config.kernels import KernelConfig
 from rl_megatron.config.layout import world_size_problems
 from rl_megatron.config.loss import (
@@ -37,8 +43,6 @@ from rl_megatron.config.rollout import RolloutConfig
 from rl_megatron.config.train import GRPOTrainConfig, StepTrainConfig
 
 DEFAULT_EVALUATION_TOKENS = 256
-ENGINES = {"megatron": "megatron", "torch": "hf"}
-"""What samples from the weights of each backend."""
 
 
 class LoggingConfig(Strict):
@@ -90,14 +94,18 @@ class RunBase(Strict):
     output_dir: str = Field(default_factory=lambda run: f"runs/{run.get('name')}", min_length=1)
     """The run folder, made if it does not exist; if not set, runs/ and the name."""
 
-    backend: Literal["megatron", "torch"] = "megatron"
-    """megatron: any layout. torch: one process, a transformers model, to debug and compare."""
+    backend: Backend = "megatron"
+    """megatron: any layout, models of the families in `models/families`. deepspeed: ZeRO on any
+    number of ranks, any model that transformers builds. torch: one process, any such model, to
+    debug and compare."""
 
     model: ModelConfig
 
     data: DataConfig
 
     parallel: ParallelConfig = ParallelConfig()
+
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
 
     cluster: ClusterConfig = ClusterConfig()
 
@@ -129,40 +137,17 @@ class RunBase(Strict):
         own = self.evaluation and self.evaluation.max_response_tokens
         return own or DEFAULT_EVALUATION_TOKENS
 
+    def idle(self) -> Mapping[str, Idle]:
+        """What only another backend reads."""
+        return backend_idle(self.backend)
+
     def problems(self) -> Iterable[Problem]:
         """Layouts that do not fit the cluster or the backend, and an incomplete evaluation."""
         if self.cluster.world_size is not None:
             yield from world_size_problems(self.parallel, self.cluster.world_size)
-        if self.backend == "torch":
-            yield from self._torch_problems()
+        yield from backend_problems(self.backend, self.model, self.parallel, self.cluster)
         if self.evaluation is not None:
             yield from self._evaluation_problems(self.evaluation)
-
-    def _torch_problems(self) -> Iterator[Problem]:
-        if self.model.moe_aux_loss_coeff:
-            yield Problem(
-                "model.moe_aux_loss_coeff",
-                self.model.moe_aux_loss_coeff,
-                "backend torch has no balance loss; remove this key or set backend=megatron",
-                others=("backend",),
-            )
-        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            size = getattr(self.parallel, key)
-            if size > 1:
-                yield Problem(
-                    f"parallel.{key}",
-                    size,
-                    "backend torch runs in one process; set it to 1 or set backend=megatron",
-                    others=("backend",),
-                )
-        if (self.cluster.world_size or 1) > 1:
-            yield Problem(
-                "cluster.gpus_per_node",
-                self.cluster.gpus_per_node,
-                f"backend torch runs in one process, not {self.cluster.world_size}; set "
-                "cluster.num_nodes and this to 1, or set backend=megatron",
-                others=("backend", "cluster.num_nodes"),
-            )
 
     def _evaluation_problems(self, evaluation: EvaluationConfig) -> Iterator[Problem]:
         if self.evaluation_data is None:
@@ -224,7 +209,7 @@ class SFTRun(StepRunBase):
     def idle(self) -> Mapping[str, Idle]:
         """Kernels of losses: this one is a plain sum."""
         reason = "the loss of supervised fine-tuning is a plain sum; remove this key"
-        return {"kernels.losses": Idle(reason, ())}
+        return {**super().idle(), "kernels.losses": Idle(reason, ())}
 
 
 class RewardModelRun(StepRunBase):
@@ -243,7 +228,7 @@ class RewardModelRun(StepRunBase):
         idle = {"evaluation": Idle(reason, ())}
         reason = "a reward model has a head of one row; remove this key"
         keys = ("kernels.linear_logprob", "kernels.losses", "kernels.one_pass")
-        return idle | dict.fromkeys(keys, Idle(reason, ()))
+        return {**super().idle(), **idle, **dict.fromkeys(keys, Idle(reason, ()))}
 
 
 class GRPORun(RunBase):
@@ -302,7 +287,7 @@ class GRPORun(RunBase):
 
     def idle(self) -> Mapping[str, Idle]:
         """What needs a KL, an evaluation, or a loss of single tokens, and does not have it."""
-        idle: dict[str, Idle] = {}
+        idle = dict(super().idle())
         if not self.needs_reference:
             reason = (
                 "no KL is used; set loss.use_kl_loss=true or algorithm.use_kl_in_reward=true, or "
@@ -324,8 +309,6 @@ class GRPORun(RunBase):
     def problems(self) -> Iterable[Problem]:
         """Everything that does not fit."""
         yield from super().problems()
-        if self.needs_reference:
-            yield from placement_problems(self.reference, self.backend)
         yield from reward_problems(
             "rewards",
             self.rewards,
@@ -400,14 +383,3 @@ class GRPORun(RunBase):
                     "measured by its own mean; take fixed",
                     others=("rollout.dynamic_sampling",),
                 )
-
-
-def placement_problems(reference: ReferenceConfig, backend: str) -> Iterator[Problem]:
-    """A place for the reference that the backend does not have."""
-    if backend == "torch" and reference.placement == "swapped":
-        yield Problem(
-            "reference.placement",
-            "swapped",
-            "backend torch does not swap weights; set it to resident or set backend=megatron",
-            others=("backend",),
-        )

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from rl_megatron.models.transformers_model import as_we_run_it
+from rl_megatron.models.transformers_model import as_we_run_it, model_kind
 
 
 def bare_transformers_model(
-    folder: Path, dtype: torch.dtype, device: torch.device
+    folder: Path, dtype: torch.dtype, device: torch.device, is_reward_model: bool = False
 ) -> PreTrainedModel:
-    """The language model that the config.json of a folder describes; no weight is read.
+    """The model that the config.json of a folder describes; no weight is read.
 
     It has no memory for its weights before `take_memory`, and no weights before they are set.
     Buffers, such as the frequencies of rotary positions, are there.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    kind, more = model_kind(is_reward_model)
+    config = AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False, **more
+    )
+    return _bare(lambda: kind.from_config(config, dtype=dtype), device)
+
+
+def bare_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Another model of the same kind; see `bare_transformers_model`."""
+    return _bare(lambda: type(model)._from_config(model.config, dtype=model.dtype), device)
+
+
+def _bare(make: Callable[[], PreTrainedModel], device: torch.device) -> PreTrainedModel:
     with _parameters_on_meta():
-        model = as_we_run_it(AutoModelForCausalLM.from_config(config, dtype=dtype))
+        model = as_we_run_it(make())
     empty: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -36,8 +37,7 @@ def load_transformers_model(
             that config.json describes (transformers would fill in random ones).
     """
     is_reward_model = read_shape(folder).scalar_head or head is not None
-    kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
-    labels = {"num_labels": 1} if is_reward_model else {}
+    kind, more = model_kind(is_reward_model)
     logging.disable_progress_bar()  # It would fill the logs of jobs without a terminal.
     try:
         model, info = kind.from_pretrained(
@@ -47,7 +47,7 @@ def load_transformers_model(
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            **labels,
+            **more,
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
@@ -68,6 +68,13 @@ def load_transformers_model(
         with torch.no_grad():
             model.score.weight.copy_(head)
     return model.to(device)
+
+
+def model_kind(is_reward_model: bool) -> tuple[Any, dict[str, Any]]:
+    """transformers' class, and what its config is to say."""
+    if is_reward_model:
+        return AutoModelForSequenceClassification, {"num_labels": 1}
+    return AutoModelForCausalLM, {}
 
 
 def as_we_run_it(model: PreTrainedModel) -> PreTrainedModel:

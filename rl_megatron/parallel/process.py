@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Process:
-    """Where this process stands in the job. Made once, by `start_megatron` or `start_single`.
+    """Where this process stands in the job. Made by one of the functions below.
 
     Attributes:
         layout: Parallel degrees of the job.
@@ -172,11 +172,18 @@ def _join(device: torch.device, timeout_minutes: float) -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
-def start_single(timeout_minutes: float = 30.0) -> Process:
-    """A job of one process that needs no groups (the plain torch backend)."""
+def start_data_parallel(timeout_minutes: float = 30.0) -> Process:
+    """Join the job as one of ranks that each run a whole model, without Megatron."""
     device = pick_device()
     _join(device, timeout_minutes)
-    return Process(layout=Layout(), rank=dist.get_rank(), device=device)
+    everyone = dist.group.WORLD
+    return Process(
+        layout=Layout(data=dist.get_world_size()),
+        rank=dist.get_rank(),
+        device=device,
+        data_group=everyone,
+        replica_group=everyone,
+    )
 
 
 def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> Process:

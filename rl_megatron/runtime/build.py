@@ -27,7 +27,7 @@ from rl_megatron.models.families import read_shape, weight_rules
 from rl_megatron.models.shape import ModelShape
 from rl_megatron.parallel import process as processes
 from rl_megatron.parallel.layout import Layout
-from rl_megatron.parallel.process import Process, start_megatron, start_single
+from rl_megatron.parallel.process import Process, start_data_parallel, start_megatron
 
 if TYPE_CHECKING:
     from rl_megatron.models.gpt import PolicyModel
@@ -78,17 +78,17 @@ def check_balance_fits(moe_aux_loss_coeff: float, shape: ModelShape) -> None:
 def start_process(run: RunBase, world_size: int) -> Process:
     """Join the job in the layout of the run."""
     check_world_size(run.parallel, world_size, run.cluster)
-    if run.backend == "torch":
-        if world_size > 1:
-            raise ConfigError(
-                f"backend = 'torch': runs in one process, and {world_size} were launched; start it "
-                "with python instead of torchrun, or set backend=megatron"
-            )
-        return start_single(run.cluster.timeout_minutes)
-    results_queue()
-    layout = make_layout(run.parallel, world_size)
+    if run.backend == "torch" and world_size > 1:
+        raise ConfigError(
+            f"backend = 'torch': runs in one process, and {world_size} were launched; start it "
+            "with python instead of torchrun, or take another backend"
+        )
     # The watchdog speaks before a collective gives up: it knows where every rank stands.
-    return start_megatron(layout, run.seed, _COLLECTIVE_PATIENCE * run.cluster.timeout_minutes)
+    patience = _COLLECTIVE_PATIENCE * run.cluster.timeout_minutes
+    if run.backend != "megatron":
+        return start_data_parallel(patience)
+    results_queue()
+    return start_megatron(make_layout(run.parallel, world_size), run.seed, patience)
 
 
 def build_bare_model(
@@ -166,30 +166,43 @@ def build_backend(
     trained: bool,
 ) -> Any:
     """The run's backend on a model: a `PolicyBackend`; with a scalar head a `RewardBackend`."""
+    if run.backend != "megatron":
+        return _build_transformers(run, process, micro_batching, source, temperature, trained)
+    return _build_megatron(run, process, micro_batching, source, temperature, trained)
+
+
+def _build_transformers(
+    run: RunBase,
+    process: Process,
+    micro_batching: MicroBatching,
+    source: ModelSource,
+    temperature: float,
+    trained: bool,
+) -> Any:
+    if source.folder.megatron is not None:
+        raise CheckpointError(
+            f"{source.named} is a Megatron checkpoint, and backend {run.backend} reads Hugging "
+            "Face folders only; set backend=megatron, or make a folder of it with "
+            "tools/convert_checkpoint.py export"
+        )
+    # Names a file that is missing or cut; transformers may not.
+    read_records(source.folder.hf)
+    settings: dict[str, Any] = {
+        "temperature": temperature,
+        "dtype": _DTYPES[run.model.dtype],
+        "optimizer": run.optimizer if trained else None,
+        "head_kernels": run.kernels.linear_logprob,
+        "one_pass": run.kernels.one_pass,
+        "head": source.head,
+        "recompute": run.model.recompute,
+    }
     if run.backend == "torch":
-        if source.folder.megatron is not None:
-            raise CheckpointError(
-                f"{source.named} is a Megatron checkpoint, and backend torch reads Hugging Face "
-                "folders only; set backend=megatron, or make a folder of it with "
-                "tools/convert_checkpoint.py export"
-            )
-        # Names a file that is missing or cut; transformers may not.
-        read_records(source.folder.hf)
         from rl_megatron.backends.torch import TorchBackend
 
-        return TorchBackend(
-            source.folder.hf,
-            process,
-            micro_batching,
-            temperature=temperature,
-            dtype=_DTYPES[run.model.dtype],
-            optimizer=run.optimizer if trained else None,
-            head_kernels=run.kernels.linear_logprob,
-            one_pass=run.kernels.one_pass,
-            head=source.head,
-            recompute=run.model.recompute,
-        )
-    return _build_megatron(run, process, micro_batching, source, temperature, trained)
+        return TorchBackend(source.folder.hf, process, micro_batching, **settings)
+    from rl_megatron.backends.deepspeed import open_deepspeed
+
+    return open_deepspeed(source.folder.hf, process, micro_batching, run.deepspeed, **settings)
 
 
 def _build_megatron(
@@ -258,32 +271,34 @@ def waiting_reference(
     policy: PolicyBackend,
     temperature: float = 1.0,
 ) -> Scorer:
-    """The same, with its weights in host memory where the backend can: they take the policy's place
-    while they are needed."""
+    """The same, with its weights in host memory; they come to the device, and with Megatron take
+    the policy's place there, while they are needed."""
     path = run.reference.path or run.model.path
-    if run.backend == "torch":
-        return build_policy(run, process, micro_batching, path, temperature, trained=False)
-    from rl_megatron.backends.megatron import MegatronBackend, SwappedReference
+    held: Any = policy
+    if run.backend != "megatron":
+        from rl_megatron.backends.transformers_backend import WaitingReference
 
-    assert isinstance(policy, MegatronBackend), f"no {type(policy).__name__} waits in host memory"
-    source = policy
-    if path != run.model.path:
-        built = build_policy(run, process, micro_batching, path, temperature, trained=False)
-        assert isinstance(built, MegatronBackend)
-        source = built
-    return SwappedReference(policy, source)
+        held = build_policy(run, process, micro_batching, path, temperature, trained=False)
+        return WaitingReference(held)
+    from rl_megatron.backends.megatron import SwappedReference
+
+    if path == run.model.path:
+        return SwappedReference(held, held)
+    source: Any = build_policy(run, process, micro_batching, path, temperature, trained=False)
+    return SwappedReference(held, source)
 
 
 def build_engine(
     policy: PolicyBackend, process: Process, tokenizer: Tokenizer, max_concurrent_sequences: int
 ) -> RolloutEngine:
     """The engine that samples from the policy's own weights."""
-    from rl_megatron.backends.torch import TorchBackend
+    from rl_megatron.backends.transformers_backend import TransformersBackend
 
-    if isinstance(policy, TorchBackend):
+    if isinstance(policy, TransformersBackend):
         from rl_megatron.rollout.hf import HFEngine
 
-        return HFEngine(policy.model, process, tokenizer.decode, max_concurrent_sequences)
+        model, owns_model = policy.model_to_sample_from()
+        return HFEngine(model, process, tokenizer.decode, max_concurrent_sequences, owns_model)
     from rl_megatron.backends.megatron import MegatronBackend
     from rl_megatron.rollout.megatron import MegatronEngine
 

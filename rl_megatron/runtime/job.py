@@ -39,6 +39,12 @@ from rl_megatron.runtime.resume import CHECKPOINTS, CONFIG_FILE, Resumed, find_c
 from rl_megatron.runtime.saver import CheckpointSaver
 from rl_megatron.runtime.stopping import Requeue, StopRequest
 
+_PACKAGES = {
+    "megatron": ("torch", "megatron-core"),
+    "deepspeed": ("torch", "deepspeed", "transformers"),
+    "torch": ("torch", "transformers"),
+}
+
 logger = logging.getLogger(__name__)
 
 
@@ -291,13 +297,16 @@ def _log_header(run: RunBase, process: Process) -> None:
     losses = "triton" if loss_kernel_on(process.device, run.kernels.losses) else "torch"
     if not process.is_main:
         return
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+    packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES[run.backend])
+    layout = process.layout.describe()
+    if run.backend == "deepspeed":
+        layout = f"ZeRO stage {run.deepspeed.zero_stage} over {process.layout.data}"
     logger.info("%s in %s: backend %s, %s", run.name, run.output_dir, run.backend, run.model.dtype)
     logger.info(
         "%d ranks on %s: %s; python %s, %s",
         process.layout.world_size,
         process.device.type,
-        process.layout.describe(),
+        layout,
         platform.python_version(),
         packages,
     )

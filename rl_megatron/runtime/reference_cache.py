@@ -253,10 +253,10 @@ def _fingerprint(run: ReferencedRun, process: Process, scorer: LazyScorer) -> Fi
 
 def backend_digest(backend: PolicyBackend, process: Process) -> str:
     """The weights digest of a model that a backend holds. Collective."""
-    from rl_megatron.backends.torch import TorchBackend
+    from rl_megatron.backends.transformers_backend import TransformersBackend
 
-    if isinstance(backend, TorchBackend):
-        return tensors_digest(backend.named_weights())
+    if isinstance(backend, TransformersBackend):
+        return tensors_digest(backend.named_weights(), process)
     held: Any = backend
     return model_digest(held.chunks, held.rules, process)
 

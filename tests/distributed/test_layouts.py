@@ -118,12 +118,12 @@ def problem(folders):
 def expected(problem):
     """What the torch backend makes of every step."""
     from rl_megatron.backends.torch import TorchBackend
-    from rl_megatron.parallel.process import start_single
+    from rl_megatron.parallel.process import start_data_parallel
 
     def run(name, objective):
         folder, batches = problem(name)
         backend = TorchBackend(
-            folder, start_single(), SPLITS["all"], TEMPERATURE, optimizer=OPTIMIZER
+            folder, start_data_parallel(), SPLITS["all"], TEMPERATURE, optimizer=OPTIMIZER
         )
         metrics = two_steps(backend, batches[objective], objective)
         return metrics, weights_of(backend)

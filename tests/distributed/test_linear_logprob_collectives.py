@@ -48,9 +48,9 @@ def counted_job(which, sequence_parallel, chunk_rows, one_pass):
     import torch.distributed as dist
 
     from rl_megatron.kernels.linear_logprob import linear_logprob, tiles
-    from rl_megatron.parallel.process import start_single
+    from rl_megatron.parallel.process import start_data_parallel
 
-    start_single()
+    start_data_parallel()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     hidden, weight, targets, g = problem(which)
     rows = TOKENS // size if sequence_parallel else TOKENS

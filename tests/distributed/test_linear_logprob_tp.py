@@ -46,9 +46,9 @@ def _value_and_gradients(
     import torch.distributed as dist
 
     from rl_megatron.kernels.linear_logprob import linear_logprob
-    from rl_megatron.parallel.process import start_single
+    from rl_megatron.parallel.process import start_data_parallel
 
-    start_single()
+    start_data_parallel()
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = len(hidden) // size
     mine = hidden[rank * rows : (rank + 1) * rows] if sequence_parallel else hidden

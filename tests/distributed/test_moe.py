@@ -164,13 +164,13 @@ def off_the_oracle(found, folder, batch, objective):
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_agrees_with_the_torch_backend(model, problem, at_one_rank):
     from rl_megatron.backends.torch import TorchBackend
-    from rl_megatron.parallel.process import start_single
+    from rl_megatron.parallel.process import start_data_parallel
 
     folder, batches = problem[model]
     for objective, batch in batches.items():
         backend = TorchBackend(
             folder,
-            start_single(),
+            start_data_parallel(),
             MicroBatching(micro_batch_size=3),
             TEMPERATURE,
             optimizer=OPTIMIZER,

@@ -101,14 +101,14 @@ def test_a_loss_of_whole_sequences_takes_two_passes(pool, folder):
 
 def test_the_torch_backend_takes_one_pass_too(folder):
     from rl_megatron.backends.torch import TorchBackend
-    from rl_megatron.parallel.process import start_single
+    from rl_megatron.parallel.process import start_data_parallel
 
     batch = lopsided_batch(folder, paired=False)
     found = {}
     for one_pass in (False, True):
         backend = TorchBackend(
             folder,
-            start_single(),
+            start_data_parallel(),
             MicroBatching(micro_batch_size=3),
             optimizer=OPTIMIZER,
             one_pass=one_pass,

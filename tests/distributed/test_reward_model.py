@@ -102,11 +102,11 @@ def test_scores_metrics_and_every_gradient_are_those_of_one_rank(
 
 def torch_job(folder, batch):
     from rl_megatron.backends.torch import TorchBackend
-    from rl_megatron.parallel.process import start_single
+    from rl_megatron.parallel.process import start_data_parallel
 
     found = []
     for split in SPLITS:
-        backend = TorchBackend(folder, start_single(), split, optimizer=OPTIMIZER)
+        backend = TorchBackend(folder, start_data_parallel(), split, optimizer=OPTIMIZER)
         found.append((backend.scores(batch), backend.train_step(batch, OBJECTIVE, lr=1e-3)))
         weights = weights_of(backend)
     return found, weights

@@ -15,25 +15,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_megatron.backends.offload import Offloaded
-from rl_megatron.backends.reduce import (
-    check_finite,
-    counts_nothing,
-    reduce_metrics,
-    step_metrics,
-)
-from rl_megatron.backends.token_gradient import token_gradient
 from rl_megatron.backends.torch.optimizer import MainWeightAdamW
+from rl_megatron.backends.transformers_backend import TransformersBackend
 from rl_megatron.checkpoint.hf_files import SINGLE_FILE, HFWeights
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.data.packing import MicroBatching, plan_micro_batches
+from rl_megatron.data.packing import MicroBatching
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.batch import PackedBatch
-from rl_megatron.interfaces.metric_names import LOSS_TOTAL
-from rl_megatron.interfaces.objective import ModelOutput, Objective
+from rl_megatron.interfaces.objective import Objective
 from rl_megatron.interfaces.protocols import PendingSave
 from rl_megatron.kernels.linear_logprob import TokenGradient
-from rl_megatron.losses.aggregate import totals
-from rl_megatron.metrics.trace import trace
 from rl_megatron.models.transformers_model import (
     load_transformers_model,
     named_weights,
@@ -45,7 +36,7 @@ from rl_megatron.parallel.process import Process
 _OPTIMIZER_FILE = "optimizer.pt"
 
 
-class TorchBackend:
+class TorchBackend(TransformersBackend):
     """The `PolicyBackend` and `RewardBackend` protocols on a transformers model.
 
     Args:
@@ -77,61 +68,19 @@ class TorchBackend:
         assert process.layout.world_size == 1, "the torch backend is one process"
         self.model = load_transformers_model(folder, dtype, process.device, head)
         self.model.requires_grad_(optimizer is not None)
-        self._policy = TransformersPolicy(self.model, temperature, head_kernels)
+        policy = TransformersPolicy(self.model, temperature, head_kernels)
         if recompute == "full":
-            self._policy.recompute_layers()
-        self.process = process
-        self.micro_batching = micro_batching
-        self._one_pass = one_pass
+            policy.recompute_layers()
+        super().__init__(policy, process, micro_batching, one_pass)
         self._offloaded = Offloaded()
         self._optimizer: MainWeightAdamW | None = None
         if optimizer is not None:
             self._optimizer = MainWeightAdamW(self.model.parameters(), optimizer)
 
-    def logprobs(self, batch: PackedBatch) -> Tensor:
-        """Log-prob of every response token of the whole batch; see `PolicyBackend`."""
-        result = torch.zeros(batch.num_tokens, dtype=torch.float32)
-        with torch.inference_mode():
-            for members, micro_batch in self._micro_batches(batch):
-                index = batch.token_index(members)
-                result[index] = self._output(micro_batch).logprobs.float().cpu()
-        return result
-
-    def scores(self, batch: PackedBatch) -> Tensor:
-        """The reward of every sequence of the whole batch; see `RewardScorer`."""
-        result = torch.zeros(batch.num_sequences, dtype=torch.float32)
-        with torch.inference_mode():
-            for members, micro_batch in self._micro_batches(batch):
-                scores = self._output(micro_batch).scores
-                assert scores is not None, "a policy has no scores"
-                result[members] = scores.float().cpu()
-        return result
-
     def train_step(self, batch: PackedBatch, objective: Objective, lr: float) -> dict[str, float]:
-        """One optimiser step on the whole mini-batch; see `PolicyBackend`."""
-        assert self._optimizer is not None, "a frozen model has no optimizer"
-        batch = objective.weigh(batch)
-        counts = totals(batch)
-        trace("mini-batch", "the whole mini-batch, on the host", batch=batch, totals=counts)
-        self._optimizer.zero_grad()
-        outputs = []
-        for _, micro_batch in self._micro_batches(batch):
-            gradient = None
-            if self._one_pass and objective.token_local:
-                predicted = torch.arange(1, micro_batch.num_tokens, device=self.process.device)
-                gradient = token_gradient(objective, micro_batch, counts, predicted)
-            output = objective.loss(self._output(micro_batch, gradient), micro_batch, counts)
-            output.loss.backward()
-            self._optimizer.collect_gradients()
-            shares = {LOSS_TOTAL: output.loss.detach(), **output.metrics}
-            outputs.append({"shares": shares, "maxima": output.maxima})
-        metrics = reduce_metrics(self.process, outputs)
-        norm = self._optimizer.gradient_norm()
-        check_finite(metrics, norm)
-        skip = counts_nothing(batch)
-        if not skip:
-            self._optimizer.step(lr, norm)
-        return metrics | step_metrics(norm, lr, skip)
+        """One optimiser step; its gradients stay until the next one. See `PolicyBackend`."""
+        self._trained.zero_grad()
+        return super().train_step(batch, objective, lr)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name; the live ones."""
@@ -171,20 +120,31 @@ class TorchBackend:
 
     def close(self) -> None:
         """Drop model and optimizer."""
-        del self.model, self._policy
+        del self.model, self.module
         self._optimizer = None
 
-    def _micro_batches(self, batch: PackedBatch) -> Iterator[tuple[list[int], PackedBatch]]:
-        """Micro-batches on the model's device, and which sequences of `batch` they hold."""
-        lengths = batch.lengths.tolist()
-        for members in plan_micro_batches(lengths, batch.paired, 1, self.micro_batching)[0]:
-            if any(lengths[i] for i in members):
-                yield members, batch.select(members).to(self.process.device)
+    def _run(self, batch: PackedBatch, gradient: TokenGradient | None) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = self.module(batch, gradient=gradient)
+        return result
 
-    def _output(self, batch: PackedBatch, gradient: TokenGradient | None = None) -> ModelOutput:
-        """What the model says of a micro-batch on the device."""
-        output = self._policy(batch, gradient=gradient)
-        return ModelOutput(*output) if len(output) == 2 else ModelOutput.of_scores(*output)
+    def _backward(self, loss: Tensor, is_last: bool) -> None:
+        del is_last
+        loss.backward()
+        self._trained.collect_gradients()
+
+    def _gradient_norm(self) -> float:
+        return self._trained.gradient_norm()
+
+    def _drop_gradients(self) -> None:
+        self._trained.zero_grad()
+
+    def _update(self, lr: float, norm: float) -> None:
+        self._trained.step(lr, norm)
+
+    @property
+    def _trained(self) -> MainWeightAdamW:
+        assert self._optimizer is not None, "a frozen model has no optimizer"
+        return self._optimizer
 
     def _optimizer_tensors(self) -> list[Tensor]:
         return [] if self._optimizer is None else self._optimizer.tensors()

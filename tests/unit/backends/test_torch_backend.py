@@ -9,7 +9,7 @@ from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.errors import CheckpointError
 from rl_megatron.losses import sft_objective
-from rl_megatron.parallel.process import start_single
+from rl_megatron.parallel.process import start_data_parallel
 from tests.helpers.backend_contract import (
     BACKEND_CHECKS,
     CLOSE,
@@ -27,7 +27,7 @@ from tests.helpers.tiny_model import LLAMA3_ROPE, make_tiny_hf
 
 @pytest.fixture(scope="module")
 def process():
-    return start_single()
+    return start_data_parallel()
 
 
 @pytest.fixture(scope="module")

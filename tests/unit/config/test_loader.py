@@ -90,8 +90,8 @@ steps: 10
         "  train = 3 (run.yaml:21): must be a section, with settings such as micro_batch_size, "
         "max_tokens_per_micro_batch, save_interval, eval_interval",
         "  steps = 10 (run.yaml:22): unknown key; known here: name, seed, output_dir, backend, "
-        "model, data, parallel, cluster, optimizer, kernels, checkpoint, logging, evaluation, "
-        "reference, rollout, rewards, algorithm, loss, train",
+        "model, data, parallel, deepspeed, cluster, optimizer, kernels, checkpoint, logging, "
+        "evaluation, reference, rollout, rewards, algorithm, loss, train",
         "  rollout.temperature = 0.0 (run.yaml:8): training samples, so it must be above 0 (greedy "
         "is for evaluation); take 1.0",
     ]

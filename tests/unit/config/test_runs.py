@@ -239,15 +239,6 @@ GRPO_COMPLAINTS = {
         "model.moe_aux_loss_coeff = 0.01: backend torch has no balance loss; remove this key or "
         "set backend=megatron",
     ),
-    "a swapped reference without Megatron": (
-        {
-            "backend": "torch",
-            "loss__use_kl_loss": True,
-            "reference__placement": "swapped",
-        },
-        "reference.placement = 'swapped': backend torch does not swap weights; set it to resident "
-        "or set backend=megatron",
-    ),
     "a layout without Megatron": (
         {
             "backend": "torch",
@@ -259,7 +250,42 @@ GRPO_COMPLAINTS = {
     "ranks without Megatron": (
         {"backend": "torch", "cluster__gpus_per_node": 4},
         "cluster.gpus_per_node = 4: backend torch runs in one process, not 4; set "
-        "cluster.num_nodes and this to 1, or set backend=megatron",
+        "cluster.num_nodes and this to 1, or take another backend",
+    ),
+    "a layout with ZeRO": (
+        {"backend": "deepspeed", "parallel__context_parallel_size": 2},
+        "parallel.context_parallel_size = 2: backend deepspeed shares a model by ZeRO "
+        "(deepspeed.zero_stage); set it to 1 or set backend=megatron",
+    ),
+    "ZeRO without DeepSpeed": (
+        {"deepspeed__zero_stage": 3},
+        'deepspeed = {"zero_stage": 3, "offload_optimizer": "none", "offload_p...: has no effect: '
+        "backend is megatron; set backend=deepspeed, or remove this section",
+    ),
+    "Megatron's optimizer with ZeRO": (
+        {"backend": "deepspeed", "parallel__use_distributed_optimizer": False},
+        "parallel.use_distributed_optimizer = false: has no effect: deepspeed.zero_stage says what "
+        "the ranks share; remove this key",
+    ),
+    "offload of what is not shared": (
+        {"backend": "deepspeed", "deepspeed": {"zero_stage": 0, "offload_optimizer": "cpu"}},
+        "deepspeed.offload_optimizer = 'cpu': ZeRO offloads what it shares, and stage 0 shares "
+        "nothing; raise deepspeed.zero_stage or remove this key",
+    ),
+    "offload of weights that are not shared": (
+        {"backend": "deepspeed", "deepspeed": {"offload_param": "cpu"}},
+        "deepspeed.offload_param = 'cpu': needs ZeRO stage 3; set deepspeed.zero_stage=3 or remove "
+        "this key",
+    ),
+    "a disk that is not named": (
+        {"backend": "deepspeed", "deepspeed": {"zero_stage": 3, "offload_optimizer": "nvme"}},
+        "deepspeed.nvme_path = null: something is offloaded to nvme; name a folder on a fast local "
+        "disk",
+    ),
+    "a disk that is not used": (
+        {"backend": "deepspeed", "deepspeed__nvme_path": "/scratch"},
+        "deepspeed.nvme_path = '/scratch': has no effect: nothing is offloaded to nvme; remove "
+        "this key",
     ),
     "no reward": ({"rewards": []}, "rewards = []: must list at least 1"),
 }

@@ -53,17 +53,6 @@ def test_sft_and_dpo_settings_that_do_not_fit(case, run_class):
     assert complaint(run_class, SFT, **settings) == text
 
 
-def test_dpo_swaps_its_reference_with_megatron_only():
-    settings = {
-        "backend": "torch",
-        "reference": {"precompute_ref_logprobs": False, "placement": "swapped"},
-    }
-    assert complaint(DPORun, DPO, **settings) == (
-        "reference.placement = 'swapped': backend torch does not swap weights; set it to resident "
-        "or set backend=megatron"
-    )
-
-
 def test_the_loss_of_sft_needs_no_kernel():
     assert complaint(SFTRun, SFT, kernels__losses="triton") == (
         "kernels.losses = 'triton': has no effect: the loss of supervised fine-tuning is a plain "

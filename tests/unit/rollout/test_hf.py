@@ -11,7 +11,7 @@ from rl_megatron.errors import CheckpointError, NumericsError
 from rl_megatron.interfaces.records import Prompt, Sampling
 from rl_megatron.models.transformers_bare import bare_transformers_model
 from rl_megatron.models.transformers_model import load_transformers_model, named_weights
-from rl_megatron.parallel.process import start_single
+from rl_megatron.parallel.process import start_data_parallel
 from rl_megatron.rollout.hf import HFEngine
 from tests.helpers.backend_contract import OPTIMIZER, TEMPERATURE, WHOLE
 from tests.helpers.engine_contract import (
@@ -28,7 +28,7 @@ from tests.helpers.tiny_model import LLAMA3_ROPE, make_tiny_hf
 
 @pytest.fixture(scope="module")
 def process():
-    return start_single()
+    return start_data_parallel()
 
 
 @pytest.fixture(scope="module")
