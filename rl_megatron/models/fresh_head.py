@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.shape import ModelOutline, ModelShape
 
 HEAD, SCORE = "lm_head.weight", "score.weight"
 """Hugging Face names of the head that it replaces, and its own."""
 
 
-def fresh_head(shape: ModelShape, seed: int) -> Tensor:
+def fresh_head(shape: ModelShape | ModelOutline, seed: int) -> Tensor:
     """[1, hidden_size] float32, normal with the model's `initializer_range`.
 
     Drawn on the host from the seed alone, so that it is the same on every rank of every layout.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 RopeScaling = Literal["none", "linear", "llama3"]
 
@@ -88,3 +89,24 @@ class ModelShape:
     initializer_range: float
     experts: ExpertShape | None = None
     scalar_head: bool = False
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A language model, or a reward model, as far as its config.json tells without a family.
+
+    Attributes:
+        family: `model_type` of the config.
+        vocab_size: Rows of the embedding.
+        hidden_size: Width of the last hidden states.
+        initializer_range: Standard deviation of fresh weights.
+        scalar_head: A reward model.
+        settings: Everything in the config that may change a log-prob.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    initializer_range: float
+    scalar_head: bool
+    settings: Mapping[str, Any]

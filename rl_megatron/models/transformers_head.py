@@ -18,6 +18,13 @@ from rl_megatron.kernels.linear_logprob import TokenGradient, linear_logprob
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 
 
+def trunk(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model that ends in what its head reads."""
+    base: PreTrainedModel = model.base_model
+    # Llama4ForCausalLM misnames it.
+    return model.model if base is model else base
+
+
 class LogprobHead(nn.Module):
     """Log-probs and entropy from hidden states, by the weights of the model's own head.
 
@@ -114,5 +121,5 @@ def _with_bias(rows: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tens
 def _logit_scale(config: PreTrainedConfig) -> float:
     scale = 1.0
     for name, sign in _SCALES.items():
-        scale *= float(getattr(config, name, 1.0)) ** sign
+        scale *= float(getattr(config, name, None) or 1.0) ** sign
     return scale

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.kernels.linear_logprob import TokenGradient
-from rl_megatron.models.transformers_head import LogprobHead, ScoreHead
+from rl_megatron.models.transformers_head import LogprobHead, ScoreHead, trunk
 
 
 class TransformersPolicy(nn.Module):
@@ -98,7 +98,7 @@ class TransformersPolicy(nn.Module):
 
     def _run(self, tokens: Tensor, **more: Tensor) -> Tensor:
         """Hidden states [n, S, H] of tokens [n, S]."""
-        hidden: Tensor = self.model.base_model(tokens, use_cache=False, **more).last_hidden_state
+        hidden: Tensor = trunk(self.model)(tokens, use_cache=False, **more).last_hidden_state
         return hidden
 
     def _scores(self, head: ScoreHead, rows: Tensor, batch: PackedBatch) -> Tensor:

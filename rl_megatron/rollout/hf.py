@@ -7,15 +7,16 @@ says (repetition penalties, top_k), and its random numbers depend on the batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
 from rl_megatron.models.transformers_bare import give_memory_back, take_memory
-from rl_megatron.models.transformers_head import LogprobHead
+from rl_megatron.models.transformers_head import LogprobHead, trunk
 from rl_megatron.models.transformers_model import set_weights
 from rl_megatron.parallel import watchdog
 from rl_megatron.parallel.process import Process
@@ -47,7 +48,8 @@ class HFEngine:
         assert process.num_replicas == process.layout.world_size, "the hf engine cuts no model"
         self._model = model.eval()
         self._head = LogprobHead(model)
-        self._accepted = inspect.signature(model.base_model.forward).parameters
+        self._accepted = inspect.signature(trunk(model).forward).parameters
+        self._cache_name = _cache_name(self._accepted, model.config.model_type)
         self._owns_model = owns_model
         self._process = process
         self._decode = decode
@@ -90,7 +92,7 @@ class HFEngine:
         """Sample all responses of a wave to their ends."""
         # float32, as in the log-probs of training: bf16 logits are off by several percent.
         logits = self._head.logits()
-        cache = DynamicCache()
+        cache = DynamicCache(config=self._model.config)
         active = wave
         mask, hidden = self._read_prompts(wave, cache)
         while True:
@@ -131,11 +133,21 @@ class HFEngine:
         """
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         more = {"position_ids": positions} if "position_ids" in self._accepted else {}
-        # Releases of transformers differ in the name of the cache.
-        more["cache" if "cache" in self._accepted else "past_key_values"] = cache
-        output = self._model.base_model(tokens, attention_mask=mask, use_cache=True, **more)
+        more[self._cache_name] = cache
+        output = trunk(self._model)(tokens, attention_mask=mask, use_cache=True, **more)
         hidden: Tensor = output.last_hidden_state[:, -1].float()
         return hidden
+
+
+def _cache_name(accepted: Collection[str], model_type: str) -> str:
+    """What a model calls the cache: releases of transformers differ."""
+    for name in ("cache", "past_key_values"):
+        if name in accepted:
+            return name
+    raise ConfigError(
+        f"rollout.engine = 'hf': model_type {model_type} has a state of its own in place of "
+        "transformers' cache, and cannot be sampled from; use another model"
+    )
 
 
 def _next_tokens(logits: Tensor, active: list[Request], sampling: Sampling) -> Tensor:

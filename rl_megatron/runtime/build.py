@@ -24,7 +24,8 @@ from rl_megatron.data.tokenizer import Tokenizer, check_vocabulary, load_tokeniz
 from rl_megatron.errors import CheckpointError, ConfigError
 from rl_megatron.interfaces.protocols import PolicyBackend, RolloutEngine, Scorer
 from rl_megatron.models.families import read_shape, weight_rules
-from rl_megatron.models.shape import ModelShape
+from rl_megatron.models.outline import read_outline
+from rl_megatron.models.shape import ModelOutline, ModelShape
 from rl_megatron.parallel import process as processes
 from rl_megatron.parallel.layout import Layout
 from rl_megatron.parallel.process import Process, start_data_parallel, start_megatron
@@ -109,7 +110,7 @@ def build_tokenizer(run: RunBase) -> Tokenizer:
     """The tokenizer of the run, checked against the model's vocabulary."""
     folder = resolve_model_folder(Path(run.model.path))
     tokenizer = load_tokenizer(run.model.tokenizer_path or folder.hf, run.model.chat_template)
-    check_vocabulary(tokenizer, read_shape(folder.hf).vocab_size)
+    check_vocabulary(tokenizer, describe_model(folder.hf, run.backend).vocab_size)
     return tokenizer
 
 
@@ -123,7 +124,7 @@ def build_policy(
 ) -> PolicyBackend:
     """The model at `path` (default: `model.path`), ready to score and, if `trained`, to step."""
     setting = "reference.path" if path not in (None, run.model.path) else "model.path"
-    source = open_model(path or run.model.path, setting)
+    source = open_model(path or run.model.path, setting, run.backend)
     if source.shape.scalar_head:
         raise CheckpointError(
             f"{source.named} is a reward model, which has scores and no log-probs; name a language "
@@ -138,23 +139,30 @@ class ModelSource:
 
     Attributes:
         folder: Where its weights are.
-        shape: Its numbers.
+        shape: Its numbers, as far as the backend asks for them.
         named: The setting that names it, and its value.
         setting: The setting.
         head: A scalar head in place of its own.
     """
 
     folder: ModelFolder
-    shape: ModelShape
+    shape: ModelShape | ModelOutline
     named: str
     setting: str
     head: Tensor | None = None
 
 
-def open_model(path: str, setting: str) -> ModelSource:
-    """What lies at a path, given as `setting`."""
+def open_model(path: str, setting: str, backend: str) -> ModelSource:
+    """What lies at a path, given as `setting`, for a backend."""
     folder = resolve_model_folder(Path(path), setting)
-    return ModelSource(folder, read_shape(folder.hf), f"{setting} {path}", setting)
+    shape = describe_model(folder.hf, backend)
+    return ModelSource(folder, shape, f"{setting} {path}", setting)
+
+
+def describe_model(hf_folder: Path, backend: str) -> ModelShape | ModelOutline:
+    """The numbers of a model: Megatron builds it from them, the others take what transformers
+    builds."""
+    return read_shape(hf_folder) if backend == "megatron" else read_outline(hf_folder)
 
 
 def build_backend(
@@ -214,6 +222,7 @@ def _build_megatron(
     trained: bool,
 ) -> Any:
     folder, shape = source.folder, source.shape
+    assert isinstance(shape, ModelShape)
     check_shape_fits(run.parallel, shape)
     check_balance_fits(run.model.moe_aux_loss_coeff if trained else 0.0, shape)
     # Importing Megatron takes seconds; mistakes are found before.

@@ -29,6 +29,8 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.protocols import PolicyBackend
 from rl_megatron.metrics.progress import RunProgress
 from rl_megatron.models.families import read_shape
+from rl_megatron.models.outline import read_outline
+from rl_megatron.models.shape import ModelOutline, ModelShape
 from rl_megatron.parallel.process import Process
 from rl_megatron.runtime.build import build_policy
 from rl_megatron.runtime.stopping import leave_if_asked
@@ -244,11 +246,22 @@ def _fingerprint(run: ReferencedRun, process: Process, scorer: LazyScorer) -> Fi
         Path(run.reference.path or run.model.path),
         "reference.path" if run.reference.path else "model.path",
     )
-    if scorer.borrowed or source.megatron is not None:
+    shape = _numbers(source.hf)
+    # Files may name their weights otherwise than transformers writes them, outside our families.
+    named_by_us = isinstance(shape, ModelShape) and source.megatron is None
+    if scorer.borrowed or not named_by_us:
         digest = backend_digest(scorer.get(), process)
     else:
         digest = folder_digest(source.hf, getattr(torch, run.model.dtype), process)
-    return make_fingerprint(digest, read_shape(source.hf), run.model.dtype)
+    return make_fingerprint(digest, shape, run.model.dtype)
+
+
+def _numbers(hf_folder: Path) -> ModelShape | ModelOutline:
+    """Those that all backends have in common, where Megatron can build the model too."""
+    try:
+        return read_shape(hf_folder)
+    except CheckpointError:
+        return read_outline(hf_folder)
 
 
 def backend_digest(backend: PolicyBackend, process: Process) -> str:

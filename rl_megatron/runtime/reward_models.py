@@ -31,7 +31,7 @@ def build_reward_model(
     run: RewardModelRun, process: Process, micro_batching: MicroBatching
 ) -> RewardBackend:
     """The model of `model.path`, ready to score and to step: a language model gets a new head."""
-    source = open_model(run.model.path, "model.path")
+    source = open_model(run.model.path, "model.path", run.backend)
     if not source.shape.scalar_head:
         head = fresh_head(source.shape, run.seed)
         logger.info("%s has no %s: it begins with a random one", source.named, SCORE)
@@ -84,7 +84,7 @@ class RewardModels:
         return values
 
     def _open(self, path: str, setting: str) -> ModelSource:
-        source = open_model(path, setting)
+        source = open_model(path, setting, self._run.backend)
         if not source.shape.scalar_head:
             raise CheckpointError(
                 f"{source.named} is a language model without a {SCORE}; make a reward model of it "

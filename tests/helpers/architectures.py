@@ -46,6 +46,21 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 2.0},
     "gpt_neox": {"attention_dropout": 0.3},
     "stablelm": {},
+    # Latent attention, a dense layer before one with experts, and a buffer that is a weight.
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+    },
 }
 
 
@@ -66,4 +81,7 @@ def tiny_architecture(model_type: str, seed: int = 0, **settings: Any) -> PreTra
         for parameter in model.parameters():
             # Norms stay near 1 (or 0, where 1 is added to them).
             parameter += (0.25 if parameter.dim() > 1 else 0.1) * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.1 * torch.randn_like(buffer)
     return model.eval()

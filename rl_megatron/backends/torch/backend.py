@@ -26,6 +26,7 @@ from rl_megatron.interfaces.objective import Objective
 from rl_megatron.interfaces.protocols import PendingSave
 from rl_megatron.kernels.linear_logprob import TokenGradient
 from rl_megatron.models.transformers_model import (
+    file_weights,
     load_transformers_model,
     named_weights,
     set_weights,
@@ -91,7 +92,7 @@ class TorchBackend(TransformersBackend):
         del background  # A small model.
         weights = dict(self.named_weights())
         if self._optimizer is not None:
-            weights = dict(zip(weights, self._optimizer.main_weights, strict=True))
+            weights |= dict(self._named_main_weights())
             torch.save(self._optimizer.state(), folder / _OPTIMIZER_FILE)
         on_host = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
         save_file(on_host, folder / SINGLE_FILE, metadata={"format": "pt"})
@@ -104,9 +105,8 @@ class TorchBackend(TransformersBackend):
             set_weights(self.model, ((n, files.read(n, whole)) for n in sorted(files.names)))
             if self._optimizer is None:
                 return
-            names = [name for name, _ in self.named_weights()]
-            for name, main in zip(names, self._optimizer.main_weights, strict=True):
-                main.data.copy_(files.read(name, whole))
+            for name, main in self._named_main_weights():
+                main.copy_(files.read(name, whole))
         self._optimizer.load_state(_read_optimizer(folder / _OPTIMIZER_FILE))
 
     def offload(self) -> None:
@@ -126,6 +126,13 @@ class TorchBackend(TransformersBackend):
     def _run(self, batch: PackedBatch, gradient: TokenGradient | None) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = self.module(batch, gradient=gradient)
         return result
+
+    def _named_main_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every trained weight under its name in files; the live float32 ones."""
+        assert self._optimizer is not None
+        names = [name for name, _ in self.model.named_parameters()]
+        for name, main in zip(names, self._optimizer.main_weights, strict=True):
+            yield from file_weights(self.model, name, main.detach())
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
         del is_last

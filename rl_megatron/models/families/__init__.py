@@ -6,12 +6,11 @@ tiny model in the conversion tests.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.interfaces.weights import WeightRule
-from rl_megatron.models.families.common import Family
+from rl_megatron.models.families.common import Family, read_config_json
 from rl_megatron.models.families.llama import LLAMA, MISTRAL
 from rl_megatron.models.families.mixtral import MIXTRAL
 from rl_megatron.models.families.qwen2 import QWEN2
@@ -38,22 +37,13 @@ def read_shape(hf_folder: Path) -> ModelShape:
         CheckpointError: No or a broken config.json, a model_type that is not one of `FAMILIES`, or
             a setting that is not implemented. The message names the folder.
     """
-    path = hf_folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{hf_folder} has no config.json: it must be a Hugging Face model folder."
-        ) from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}. Copy it again.") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found {type(config).__name__}.")
+    config = read_config_json(hf_folder)
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise CheckpointError(
-            f"{path}: model_type {model_type!r} is not a known family ({', '.join(FAMILIES)}). "
-            "Use a model of one of these, or add a family in rl_megatron/models/families."
+            f"{hf_folder / 'config.json'}: model_type {model_type!r} is not a known family "
+            f"({', '.join(FAMILIES)}). Use a model of one of these, add a family in "
+            "rl_megatron/models/families, or set backend=torch, which takes any."
         )
     try:
         return FAMILIES[model_type].shape(config)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rl_megatron.errors import CheckpointError
@@ -232,11 +234,11 @@ def decoder_shape(
         max_position_embeddings=positive(config, "max_position_embeddings"),
         initializer_range=float(config.get("initializer_range", 0.02)),
         experts=experts,
-        scalar_head=_has_scalar_head(config),
+        scalar_head=has_scalar_head(config),
     )
 
 
-def _has_scalar_head(config: Mapping[str, Any]) -> bool:
+def has_scalar_head(config: Mapping[str, Any]) -> bool:
     """Whether it is a sequence classifier, which must have one label: a reward model."""
     classifiers = [n for n in config.get("architectures") or () if n.endswith(CLASSIFIER)]
     if not classifiers:
@@ -282,6 +284,22 @@ def read_experts(
             "weight would be 1, and the router would learn nothing. Use another model."
         )
     return ExpertShape(found, per_token, positive(config, intermediate_size), renormalise)
+
+
+def read_config_json(hf_folder: Path) -> dict[str, Any]:
+    """What the config.json in a folder says; CheckpointError, naming it, if it says nothing."""
+    path = hf_folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{hf_folder} has no config.json: it must be a Hugging Face model folder."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}. Copy it again.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(config).__name__}.")
+    return config
 
 
 def positive(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

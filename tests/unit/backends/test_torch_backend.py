@@ -10,6 +10,7 @@ from rl_megatron.data.packing import MicroBatching
 from rl_megatron.errors import CheckpointError
 from rl_megatron.losses import sft_objective
 from rl_megatron.parallel.process import start_data_parallel
+from tests.helpers.architectures import make_architecture
 from tests.helpers.backend_contract import (
     BACKEND_CHECKS,
     CLOSE,
@@ -114,6 +115,22 @@ def test_a_bfloat16_model_saves_its_float32_main_weights(folder, process, tmp_pa
     fresh.load(tmp_path)
     for backend in (saved, fresh):
         backend.train_step(batch, sft_objective(), lr=1e-3)
+    assert_same_weights(weights_of(fresh), weights_of(saved))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_of_many_weights_are_saved_and_go_on_to_the_bit(dtype, process, tmp_path):
+    # Experts are one parameter of a layer, and a buffer is a weight.
+    folder = make_architecture(tmp_path / "model", "deepseek_v3")
+    (tmp_path / "saved").mkdir()
+    saved, fresh = (make(folder, process, dtype=dtype) for _ in range(2))
+    saved.train_step(make_batch(), sft_objective(), lr=1e-2)
+    saved.save(tmp_path / "saved")
+    names = load_file(folder / "model.safetensors").keys()
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == names
+    fresh.load(tmp_path / "saved")
+    metrics = [b.train_step(make_batch(), sft_objective(), lr=1e-2) for b in (saved, fresh)]
+    assert metrics[0] == metrics[1]
     assert_same_weights(weights_of(fresh), weights_of(saved))
 
 

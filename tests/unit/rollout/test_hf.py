@@ -13,6 +13,7 @@ from rl_megatron.models.transformers_bare import bare_transformers_model
 from rl_megatron.models.transformers_model import load_transformers_model, named_weights
 from rl_megatron.parallel.process import start_data_parallel
 from rl_megatron.rollout.hf import HFEngine
+from tests.helpers.architectures import ARCHITECTURES, make_architecture
 from tests.helpers.backend_contract import OPTIMIZER, TEMPERATURE, WHOLE
 from tests.helpers.engine_contract import (
     ENGINE_CHECKS,
@@ -66,9 +67,9 @@ def test_contract(check, owns_model, folder, process):
     check(EngineSetup(folder, make_both))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", *ARCHITECTURES])
 def test_greedy_text_is_that_of_transformers(family, process, tmp_path):
-    folder = make_tiny_hf(tmp_path, family)
+    folder = (make_architecture if family in ARCHITECTURES else make_tiny_hf)(tmp_path, family)
     rollouts = make(folder, process).generate(PROMPTS, make_sampling(0.0), 1, seed=0)
     model = load(folder)
     for prompt, rollout in zip(PROMPTS, rollouts, strict=True):
