@@ -6,14 +6,17 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 
 from rl_megatron.errors import CheckpointError
 from rl_megatron.parallel.process import Process
 
 POINTER_FILE = "latest_checkpointed_iteration.txt"
+
+_DELETED = ".deleted.tmp"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -169,14 +172,23 @@ def write_pointer(root: Path, iteration: int) -> None:
 
 
 def _delete_old(root: Path, latest: int, keep_last: int) -> None:
-    """What a deletion leaves that is cut short has no name of a checkpoint any more."""
+    """Take the names of old checkpoints away now; training does not wait until all of it is gone.
+
+    What a deletion leaves that is cut short goes with the next one.
+    """
     old = [iteration for iteration in saved_iterations(root) if iteration <= latest][:-keep_last]
     for iteration in old:
         folder = iteration_folder(root, iteration)
-        doomed = folder.with_name(f"{folder.name}.deleted.tmp")
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        folder.rename(folder.with_name(f"{folder.name}{_DELETED}"))
+    doomed = list(root.glob(f"iter_*{_DELETED}"))
+    if doomed:
+        Thread(target=_delete, args=(doomed,), name="delete-checkpoints").start()
+
+
+def _delete(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        # Another deletion may be at the same one.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _pointer_text(root: Path) -> str | None:

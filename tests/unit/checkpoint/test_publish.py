@@ -1,5 +1,7 @@
 """A checkpoint counts only when all of it is durable."""
 
+import threading
+
 import pytest
 import torch
 
@@ -91,7 +93,28 @@ def test_only_the_last_checkpoints_are_kept(tmp_path):
     NewCheckpoint(tmp_path, 40, ALONE).publish(keep_last=1)
     assert saved_iterations(tmp_path) == [40, 90]
     assert read_pointer(tmp_path) == 40
+    wait_for_deletions()
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_deletion_that_was_cut_short_is_ended_by_the_next(tmp_path):
+    left = tmp_path / "iter_0000010.deleted.tmp"
+    left.mkdir()
+    (left / "weights").write_text("old")
+    write(tmp_path, 20)
+    NewCheckpoint(tmp_path, 30, ALONE).publish(keep_last=2)
+    wait_for_deletions()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "iter_0000020",
+        "iter_0000030",
+        POINTER_FILE,
+    ]
+
+
+def wait_for_deletions():
+    for thread in threading.enumerate():
+        if thread.name == "delete-checkpoints":
+            thread.join()
 
 
 def test_a_folder_is_replaced_only_on_demand(tmp_path):
