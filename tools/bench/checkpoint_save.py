@@ -2,10 +2,11 @@
 
     python tools/bench/checkpoint_save.py [--json] [--hidden 512] [--layers 8]
 
-One rank, SFT steps of a small Llama, a checkpoint after each of a few rounds. "waits" is what the
-save itself takes from the loop; "until durable" is when it counts; "share" is of the wait of the
-synchronous save. Loading is timed too. The first saves of a process, which plan who writes what,
-are left out.
+One rank, SFT steps of a small Llama, a checkpoint and a step in each of a few rounds. "waits" is
+what the save itself takes from the loop; "share" is of the wait of the save at once; "step" is the
+step after it, which in the background shares the machine with the writer, and waits before it
+updates what has not been read yet; "until durable" is when the checkpoint counts. Loading is timed
+too. The first saves of a process, which plan who writes what, are left out.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from rl_megatron.models.families import read_shape, weight_rules  # noqa: E402
 from rl_megatron.parallel.layout import Layout  # noqa: E402
 from rl_megatron.parallel.process import Process, start_megatron, stop  # noqa: E402
 
-VOCAB_SIZE, WARM_UP, ROUNDS = 8192, 3, 3
+VOCAB_SIZE, WARM_UP, ROUNDS = 8192, 3, 5
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Row:
         way: at once, or in the background.
         waits_seconds: What a save takes from the loop, median.
         share: Of the wait at once.
+        step_seconds: The step after it, median.
         durable_seconds: From its start until it is published, median; training goes on beside it.
         load_seconds: To read it back.
         mebibytes: On disk.
@@ -60,6 +62,7 @@ class Row:
     way: str
     waits_seconds: float
     share: float
+    step_seconds: float
     durable_seconds: float
     load_seconds: float
     mebibytes: float
@@ -92,22 +95,33 @@ def make_batch() -> PackedBatch:
 
 def measure(
     backend: PolicyBackend, process: Process, root: Path, background: bool
-) -> tuple[float, float]:
-    """Seconds that saves take from the loop, and until they are published; medians."""
-    waits, durable = [], []
+) -> tuple[float, float, float]:
+    """Seconds that saves take from the loop, of the step after, and until they are published."""
+    waits, steps, durable = [], [], []
     for number in range(WARM_UP + ROUNDS):
         began = time.perf_counter()
         new = NewCheckpoint(root, number, process)
         save = backend.save(new.aside, background=background)
+        if not background:
+            new.publish(keep_last=1)
         waits.append(time.perf_counter() - began)
-        while not save.is_done():
-            step(backend)
-        began_end = time.perf_counter()
-        save.finish()
-        new.publish(keep_last=1)
-        waits[-1] += time.perf_counter() - began_end
-        durable.append(time.perf_counter() - began)
-    return statistics.median(waits[WARM_UP:]), statistics.median(durable[WARM_UP:])
+        durable.append(waits[-1])
+        step_began = time.perf_counter()
+        step(backend)
+        steps.append(time.perf_counter() - step_began)
+        if background:
+            while not save.is_done():
+                step(backend)
+            end_began = time.perf_counter()
+            save.finish()
+            new.publish(keep_last=1)
+            waits[-1] += time.perf_counter() - end_began
+            durable[-1] = time.perf_counter() - began
+    return (
+        statistics.median(waits[WARM_UP:]),
+        statistics.median(steps[WARM_UP:]),
+        statistics.median(durable[WARM_UP:]),
+    )
 
 
 def load(backend: PolicyBackend, root: Path) -> float:
@@ -133,12 +147,13 @@ def run(folder: Path, hidden: int, layers: int) -> list[Row]:
     rows: list[Row] = []
     for background in (False, True):
         root = folder / f"{background}"
-        waits, durable = measure(backend, process, root, background)
+        waits, after, durable = measure(backend, process, root, background)
         rows.append(
             Row(
                 way="background" if background else "at once",
                 waits_seconds=waits,
                 share=waits / (rows[0].waits_seconds if rows else waits),
+                step_seconds=after,
                 durable_seconds=durable,
                 load_seconds=load(backend, root),
                 mebibytes=sum(p.stat().st_size for p in root.rglob("*") if p.is_file()) / 2**20,
@@ -151,13 +166,14 @@ def run(folder: Path, hidden: int, layers: int) -> list[Row]:
 def print_table(rows: Sequence[Row]) -> None:
     """For people."""
     table = Table(box=SIMPLE, title="A checkpoint, and what training waits for it")
-    for name in ("written", "waits", "share", "until durable", "load", ""):
+    for name in ("written", "waits", "share", "step", "until durable", "load", ""):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row.way,
             f"{row.waits_seconds * 1e3:.0f} ms",
             f"{row.share:.1%}",
+            f"{row.step_seconds:.2f} s",
             f"{row.durable_seconds:.2f} s",
             f"{row.load_seconds:.2f} s",
             f"{row.mebibytes:.0f} MiB",
