@@ -92,7 +92,7 @@ def _import(options: argparse.Namespace, parallel: ParallelConfig) -> None:
     rules = weight_rules(shape, VOCAB_DIVISOR)
     load_hf_weights(chunks, rules, source.hf, process, _progress("reading", process, len(rules)))
     with new_checkpoint(options.output, 0, process) as folder:
-        save_megatron(folder, chunks)
+        save_megatron(folder, chunks, process)
         if process.is_main:
             carry_hf_files(source.hf, folder / HF_SUBFOLDER)
 

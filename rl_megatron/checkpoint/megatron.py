@@ -1,11 +1,11 @@
-"""Megatron's own checkpoints (torch_dist): readable under any layout and padded vocabulary."""
+"""Weights in Megatron's own format (torch_dist), readable under any layout."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
+import queue
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,56 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_megatron.checkpoint.naming import unwrap
-from rl_megatron.checkpoint.writer_results import results_queue
+from rl_megatron.checkpoint.saving import save_parts
 from rl_megatron.errors import CheckpointError
+from rl_megatron.parallel.process import Process
 
-_SHARDING = "distrib_optim_sharding_type"
-# The optimizer's state in the shape of its parameters, readable under any layout; or in that of its
-# buckets, which is faster to write and to read.
-_RESHARDABLE, _SAME_LAYOUT = "fully_reshardable", "dp_reshardable"
 _HEAD = "output_layer.weight"
-_COPY_TENSORS = "_set_main_param_and_optimizer_states"
-
-
-class MegatronSave:
-    """A save that is under way; see `PendingSave`."""
-
-    def __init__(self, folder: Path, request: Any, background: bool) -> None:
-        from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
-
-        self._folder = folder
-        self._request: Any = request.freeze()
-        self._caller = TemporalAsyncCaller() if background else None
-        if self._caller is not None:
-            self._caller.schedule_async_call(self._request)
-
-    def is_done(self) -> bool:
-        """Whether this rank has nothing more to write."""
-        process = None if self._caller is None else self._caller.process
-        return process is None or not process.is_alive()
-
-    def finish(self) -> None:
-        """Wait until all ranks have written, then write what makes it a checkpoint. Collective.
-
-        Only the first call does anything.
-
-        Raises:
-            CheckpointError: A rank could not write.
-        """
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-
-        request, self._request = self._request, None
-        if request is None:
-            return
-        try:
-            if self._caller is None:
-                request.execute_sync()
-                return
-            self._caller.close()
-            for finalize in request.finalize_fns:
-                finalize()
-        except (CheckpointingException, CheckpointException, OSError) as error:
-            raise CheckpointError(f"{self._folder} cannot be written: {_reason(error)}") from error
 
 
 def make_save_plan() -> Any:
@@ -76,58 +31,96 @@ def make_save_plan() -> Any:
     return TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
 
 
-def save_megatron(
-    folder: Path,
-    chunks: Sequence[nn.Module],
-    optimizer: Any = None,
-    *,
-    plan: Any = None,
-    reshardable: bool = True,
-    background: bool = False,
-) -> MegatronSave:
-    """Begin to write weights, and the optimizer's state if there is one, into an empty folder.
+class MegatronWeights:
+    """This rank's share of the weights, as they are now, to be written; see `Part`. Collective.
 
-    Collective. What is written is the state of now: in the background a fork of this process
-    writes, which keeps the tensors as they are.
+    Megatron plans, and says last what is where; in between it would start processes that write.
+    The tensors are the live ones: see `save_parts`.
+
+    Args:
+        folder: Where to; empty.
+        chunks: This rank's part of the model.
+        plan: That of earlier saves of the same model, see `make_save_plan`; None to plan anew.
+    """
+
+    def __init__(self, folder: Path, chunks: Sequence[nn.Module], plan: Any = None) -> None:
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        self._folder = folder
+        # Megatron asks it for what was written; by default it starts a process to hold it.
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        filesystem_async._results_queue = self._results
+        arguments: dict[str, Any] = {"async_sharded_save": True}
+        if plan is not None:
+            arguments["sharded_strategy"] = plan
+        if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+            arguments["async_strategy"] = "mcore"
+        state = _state(chunks, {})
+        _own_storages(state)
+        self._request = dist_checkpointing.save(state, str(folder), **arguments)
+        # Copies what lies on a GPU to the host. A rank with nothing to write has nothing to call.
+        self._buckets = self._request.preload_fn() if self._request.preload_fn else []
+        self.files = [Path(path) for path, *_ in self._buckets]
+        self.reads_live = next(chunks[0].parameters()).device.type == "cpu"
+
+    def write(self) -> dict[int, Any]:
+        """Write the files of this rank; what Megatron wants to know of each."""
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import (
+            FileSystemWriterAsync,
+        )
+
+        written = {}
+        for number, bucket in enumerate(self._buckets):
+            answers: queue.Queue[Any] = queue.Queue()
+            waiting: queue.Queue[int] = queue.Queue()
+            waiting.put(number)
+            FileSystemWriterAsync.write_preloaded_data(
+                self._request.async_fn.args[0], number, bucket, answers, waiting, use_fsync=False
+            )
+            _, written[number] = answers.get()
+            if isinstance(written[number], Exception):
+                raise OSError(str(written[number]))
+        self._buckets = []
+        return written
+
+    def finish(self, written: dict[int, Any]) -> None:
+        """Write what makes it a checkpoint. Collective.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        if written:
+            self._results.put(written)
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except (CheckpointingException, CheckpointException, OSError) as error:
+            raise CheckpointError(f"{self._folder} cannot be written: {_reason(error)}") from error
+
+
+def save_megatron(folder: Path, chunks: Sequence[nn.Module], process: Process) -> None:
+    """Write the weights into an empty folder. Collective.
 
     Args:
         folder: Where to.
         chunks: This rank's part of the model.
-        optimizer: Megatron's optimizer.
-        plan: That of earlier saves of the same model, see `make_save_plan`; None to plan anew.
-        reshardable: Write the optimizer's state so that it can be read under any layout.
-        background: Return at once; nothing is on disk before `finish`.
+        process: This rank.
+
+    Raises:
+        CheckpointError: A rank could not write.
     """
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = results_queue()
-    metadata = {_SHARDING: _RESHARDABLE if reshardable else _SAME_LAYOUT}
-    arguments: dict[str, Any] = {"content_metadata": metadata, "async_sharded_save": True}
-    if plan is not None:
-        arguments["sharded_strategy"] = plan
-    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
-        arguments["async_strategy"] = "mcore"
-    state = _state(chunks, optimizer, metadata, is_loading=False)
-    request = dist_checkpointing.save(state, str(folder), **arguments)
-    save = MegatronSave(folder, request, background)
-    if not background:
-        save.finish()
-    return save
+    save_parts(folder, process, [MegatronWeights(folder, chunks)], background=False)
 
 
-def load_megatron(
-    folder: Path,
-    chunks: Sequence[nn.Module],
-    optimizer: Any = None,
-    head: Tensor | None = None,
-) -> None:
-    """Fill weights, and the optimizer's state if given, from what was saved. Collective.
+def load_megatron(folder: Path, chunks: Sequence[nn.Module], head: Tensor | None = None) -> None:
+    """Fill the weights from what was saved. Collective.
 
     Args:
         folder: The checkpoint.
         chunks: This rank's model chunks.
-        optimizer: Megatron's.
         head: A scalar head [1, H] in place of the checkpoint's own head over the vocabulary.
 
     Raises:
@@ -139,7 +132,7 @@ def load_megatron(
 
     try:
         metadata = dist_checkpointing.load_content_metadata(str(folder))
-        template = _state(chunks, optimizer, metadata or {_SHARDING: _RESHARDABLE}, is_loading=True)
+        template = _state(chunks, metadata or {})
         if head is not None:
             for key, _ in _named(chunks):
                 template[key].pop(_HEAD, None)
@@ -158,8 +151,6 @@ def load_megatron(
         if head is not None and _HEAD in dict(chunk.named_parameters()):
             state[key][_HEAD] = head
         chunk.load_state_dict(state[key])
-    if optimizer is not None:
-        _load_optimizer(optimizer, state["optimizer"])
 
 
 def _reason(error: BaseException) -> str:
@@ -177,68 +168,27 @@ def _named(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
         yield ("model" if len(chunks) == 1 else f"model{index}"), unwrap(chunk)
 
 
-def _state(
-    chunks: Sequence[nn.Module], optimizer: Any, metadata: dict[str, Any], is_loading: bool
-) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        key: chunk.sharded_state_dict(metadata=dict(metadata)) for key, chunk in _named(chunks)
-    }
-    if optimizer is not None:
-        _fill_adam_state(optimizer)
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=dict(metadata)
-        )
-    return state
+def _state(chunks: Sequence[nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: chunk.sharded_state_dict(metadata=dict(metadata)) for key, chunk in _named(chunks)}
 
 
-def _torch_adams(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
-    """Megatron's optimizers whose Adam is torch's: those of machines without Apex and TE."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            yield part, part.optimizer
+def _own_storages(state: dict[str, Any]) -> None:
+    """Give each tensor on the host a storage that ends where the tensor ends, of the same memory.
 
-
-def _fill_adam_state(optimizer: Any) -> None:
-    """Give an Adam that has not stepped yet the zero state that its first step would make.
-
-    Megatron cannot describe torch's Adam without state.
+    Megatron clones a tensor that is a part of a larger one, because torch would write all of that.
+    Its weights are parts of its buffers.
     """
-    for _, adam in _torch_adams(optimizer):
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                if not adam.state[parameter]:
-                    adam.state[parameter] = {
-                        "step": torch.zeros((), dtype=torch.float32),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    apply_factories(state)
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor) and value.data is not None:
+            value.data = _own_storage(value.data.detach())
 
 
-def _load_optimizer(optimizer: Any, state: Any) -> None:
-    """Load Megatron's optimizer state, around mistakes it makes with torch's Adam.
-
-    Torch keeps the step among the tensors of each parameter. Megatron's distributed optimizer
-    looks for it among the tensors in the file, where it is not; and it gives all parameters one
-    and the same step tensor, which then grows by one for each parameter instead of each step.
-    """
-    with contextlib.ExitStack() as undo:
-        for part, adam in _torch_adams(optimizer):
-            if hasattr(part, _COPY_TENSORS):
-                setattr(part, _COPY_TENSORS, _copy_with_step(getattr(part, _COPY_TENSORS), adam))
-                undo.callback(delattr, part, _COPY_TENSORS)
-        # Of its formats the one of buckets writes into parameters as if none needed a gradient.
-        with torch.no_grad():
-            optimizer.load_state_dict(state)
-    for _, adam in _torch_adams(optimizer):
-        for tensors in adam.state.values():
-            tensors["step"] = tensors["step"].clone()
-
-
-def _copy_with_step(
-    copy: Callable[[Any, dict[str, Any]], None], adam: torch.optim.Optimizer
-) -> Callable[[Any, dict[str, Any]], None]:
-    def copy_with_step(parameter: Any, tensors: dict[str, Any]) -> None:
-        step = next(iter(adam.state.values()))["step"]
-        copy(parameter, {**tensors, "step": step})
-
-    return copy_with_step
+def _own_storage(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return tensor
+    flat = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
+    return flat.view(tensor.dtype).view(tensor.shape)

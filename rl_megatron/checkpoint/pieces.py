@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +20,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rl_megatron.checkpoint.forked import Forked
 from rl_megatron.errors import CheckpointError
 from rl_megatron.parallel.process import Process
 
@@ -52,77 +49,72 @@ class Piece:
     num_shards: int = 1
 
 
-class PieceSave:
-    """A save that is under way; see `PendingSave`."""
+class WrittenPieces:
+    """The pieces of one rank as they are now, to be written; a `Part` of a checkpoint.
 
-    def __init__(self, path: Path, process: Process, contents: _Contents, background: bool) -> None:
-        self._folder = path.parent
-        self._process = process
-        self._reason: str | None = None
-        self._forked: Forked | None = None
-        self._is_finished = False
-        if background:
-            self._forked = Forked(partial(contents.write, path))
-            return
-        try:
-            contents.write(path)
-        except OSError as error:
-            self._reason = str(error)
-
-    def is_done(self) -> bool:
-        """Whether this rank has nothing more to write."""
-        return self._forked is None or self._forked.is_done()
-
-    def finish(self) -> None:
-        """Wait until all ranks have written. Collective; only the first call does anything.
-
-        Raises:
-            CheckpointError: A rank could not write; on all ranks.
-        """
-        if self._is_finished:
-            return
-        self._is_finished = True
-        reason = self._reason if self._forked is None else self._forked.wait()
-        for rank, said in enumerate(self._process.gather(reason)):
-            if said is not None:
-                raise CheckpointError(f"{self._folder} cannot be written: rank {rank}: {said}")
-
-
-def save_pieces(
-    folder: Path,
-    process: Process,
-    pieces: Sequence[Piece],
-    metadata: Mapping[str, str],
-    *,
-    background: bool,
-) -> PieceSave:
-    """Begin to write the pieces of this rank, as they are now. Called by all ranks together.
-
-    In the background a fork of this process writes, which keeps the tensors as they are; those on a
-    GPU are copied to the host first.
+    Views of the live tensors: what is written in the background may not change before all has been
+    read, see `save_parts`. Only what lies on a GPU is copied to the host.
 
     Args:
         folder: Where to; the same for all ranks.
         process: This rank.
         pieces: What it holds. Together the ranks hold each element once.
         metadata: Said of the whole, the same on all ranks, e.g. {"step": "12"}.
-        background: Return at once; otherwise all is written when this returns.
-
-    Raises:
-        CheckpointError: A rank could not write, and nothing goes on in the background.
     """
-    path = folder / _file_name(process.rank, process.layout.world_size)
-    save = PieceSave(path, process, _Contents(pieces, metadata), background)
-    if not background:
-        save.finish()
-    return save
+
+    def __init__(
+        self,
+        folder: Path,
+        process: Process,
+        pieces: Sequence[Piece],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self.files = [folder / _file_name(process.rank, process.layout.world_size)]
+        tensors = [tensor for piece in pieces for tensor in piece.tensors.values()]
+        self.reads_live = any(tensor.device.type == "cpu" for tensor in tensors)
+        records = []
+        entries: dict[str, Any] = {}
+        self._views: list[memoryview] = []
+        end = 0
+        for piece in pieces:
+            length = _length(piece)
+            place = piece.start, piece.start + length, piece.shard, piece.num_shards
+            records.append((piece.name, piece.shape, *place, sorted(piece.tensors)))
+            for field, tensor in piece.tensors.items():
+                view = _bytes_of(tensor)
+                key = _key(piece.name, field, piece.shard, piece.start)
+                assert key not in entries, f"{key} is given twice"
+                entries[key] = {
+                    "dtype": _DTYPES[tensor.dtype],
+                    "shape": [length],
+                    "data_offsets": [end, end + view.nbytes],
+                }
+                end += view.nbytes
+                self._views.append(view)
+        said = {_PIECES: json.dumps(records), _METADATA: json.dumps(dict(metadata))}
+        text = json.dumps({"__metadata__": said, **entries}).encode()
+        # The format wants 8 bytes that say how long the header is, and data that begin at a
+        # multiple of 8.
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+
+    def write(self) -> None:
+        """Write a safetensors file. safetensors itself would first make a copy of everything."""
+        with self.files[0].open("wb") as file:
+            file.write(self._header)
+            for view in self._views:
+                file.write(view)
+        self._views = []
+
+    def finish(self, written: None) -> None:
+        """Nothing is left to do."""
 
 
 class PieceFiles:
     """The pieces of all ranks in one folder, read range by range. Use as a context manager.
 
     Args:
-        folder: What `save_pieces` wrote to.
+        folder: Where the ranks wrote their `WrittenPieces`.
 
     Attributes:
         metadata: What was said of the whole.
@@ -173,6 +165,18 @@ class PieceFiles:
             )
         return self._num_shards[name]
 
+    def shape(self, name: str, shard: int) -> tuple[int, ...]:
+        """Shape of a shard.
+
+        Raises:
+            CheckpointError: It was not saved.
+        """
+        count = self.num_shards(name)
+        assert 0 <= shard < count, f"shard {shard} of {count} of {name}"
+        if (name, shard) not in self._shapes:
+            raise self._gap(f"shard {shard} of {name}")
+        return self._shapes[name, shard]
+
     def fields(self, name: str) -> frozenset[str]:
         """What there is of a parameter: "main", "exp_avg", ..."""
         return frozenset(field for held, field, _ in self._parts if held == name)
@@ -183,7 +187,7 @@ class PieceFiles:
         Raises:
             CheckpointError: It was not saved, not all of it, or in another shape.
         """
-        saved = self._shape(piece.name, piece.shard), self.num_shards(piece.name)
+        saved = self.shape(piece.name, piece.shard), self.num_shards(piece.name)
         if saved != (piece.shape, piece.num_shards):
             raise CheckpointError(
                 f"{self._folder} holds the optimizer state of {piece.name} as {saved[1]} shards of "
@@ -199,7 +203,7 @@ class PieceFiles:
         Raises:
             CheckpointError: It was not saved, or not all of it.
         """
-        shape = self._shape(name, shard)
+        shape = self.shape(name, shard)
         dtype = self._find(name, field, shard)[0].dtype
         tensor = torch.empty(math.prod(shape), dtype=dtype)
         self._read(name, field, shard, 0, tensor)
@@ -225,13 +229,6 @@ class PieceFiles:
                 part = _Part(file, _key(name, field, shard, start), start, stop)
                 self._parts[name, field, shard].append(part)
         return dict(metadata)
-
-    def _shape(self, name: str, shard: int) -> tuple[int, ...]:
-        count = self.num_shards(name)
-        assert 0 <= shard < count, f"shard {shard} of {count} of {name}"
-        if (name, shard) not in self._shapes:
-            raise self._gap(f"shard {shard} of {name}")
-        return self._shapes[name, shard]
 
     def _find(self, name: str, field: str, shard: int) -> list[_Part]:
         parts = self._parts.get((name, field, shard))
@@ -282,49 +279,6 @@ class _Part:
         return part
 
 
-class _Contents:
-    """What a rank writes, as bytes that need no more work: views of the tensors, and a header.
-
-    safetensors itself would first make a copy of everything.
-    """
-
-    def __init__(self, pieces: Sequence[Piece], metadata: Mapping[str, str]) -> None:
-        records = []
-        entries: dict[str, Any] = {}
-        self._views: list[memoryview] = []
-        end = 0
-        for piece in pieces:
-            length = _length(piece)
-            place = piece.start, piece.start + length, piece.shard, piece.num_shards
-            records.append((piece.name, piece.shape, *place, sorted(piece.tensors)))
-            for field, tensor in piece.tensors.items():
-                view = _bytes_of(tensor)
-                key = _key(piece.name, field, piece.shard, piece.start)
-                assert key not in entries, f"{key} is given twice"
-                entries[key] = {
-                    "dtype": _DTYPES[tensor.dtype],
-                    "shape": [length],
-                    "data_offsets": [end, end + view.nbytes],
-                }
-                end += view.nbytes
-                self._views.append(view)
-        said = {_PIECES: json.dumps(records), _METADATA: json.dumps(dict(metadata))}
-        text = json.dumps({"__metadata__": said, **entries}).encode()
-        # The format wants 8 bytes that say how long the header is, and data that begin at a
-        # multiple of 8.
-        text += b" " * (-len(text) % 8)
-        self._header = len(text).to_bytes(8, "little") + text
-
-    def write(self, path: Path) -> None:
-        """Write a safetensors file, down to the disk."""
-        with path.open("wb") as file:
-            file.write(self._header)
-            for view in self._views:
-                file.write(view)
-            file.flush()
-            os.fsync(file.fileno())
-
-
 def _length(piece: Piece) -> int:
     lengths = {tensor.numel() for tensor in piece.tensors.values()}
     assert len(lengths) == 1, f"{piece.name}: tensors of lengths {lengths}"
@@ -336,7 +290,6 @@ def _length(piece: Piece) -> int:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     assert tensor.dim() == 1 and tensor.is_contiguous(), "a piece is flat"
-    # A plain copy of what is on a GPU: a fork may not look at pinned memory.
     return memoryview(tensor.detach().cpu().view(torch.uint8).numpy())
 
 

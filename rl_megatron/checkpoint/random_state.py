@@ -22,9 +22,8 @@ _MEGATRON = "megatron."
 
 
 def seed_random_state(seed: int, process: Process) -> None:
-    """Begin the generators: torch's the same on all ranks, those of Python and NumPy another stream
-    on each; Megatron's begin with the job."""
-    torch.manual_seed(seed)
+    """Begin the generators of Python and NumPy, another stream on each rank; torch's and Megatron's
+    begin with the job."""
     random.seed(f"{seed} {process.rank}")
     np.random.seed([seed % 2**32, process.rank])
 

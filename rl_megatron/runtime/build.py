@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rl_megatron.checkpoint.folders import ModelFolder, resolve_model_folder
 from rl_megatron.checkpoint.hf_files import read_records
-from rl_megatron.checkpoint.writer_results import results_queue
 from rl_megatron.config.layout import check_model_fits, check_world_size
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.preference_runs import ReferencedRun
@@ -88,7 +87,6 @@ def start_process(run: RunBase, world_size: int) -> Process:
     patience = _COLLECTIVE_PATIENCE * run.cluster.timeout_minutes
     if run.backend != "megatron":
         return start_data_parallel(patience)
-    results_queue()
     return start_megatron(make_layout(run.parallel, world_size), run.seed, patience)
 
 

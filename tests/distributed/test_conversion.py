@@ -78,7 +78,7 @@ def import_job(layout, hf, root):
     _poison(chunks)
     load_hf_weights(chunks, rules, hf, process)
     with new_checkpoint(root, 0, process) as folder:
-        save_megatron(folder, chunks)
+        save_megatron(folder, chunks, process)
         if process.is_main:
             carry_hf_files(hf, folder / HF_SUBFOLDER)
 

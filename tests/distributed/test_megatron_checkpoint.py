@@ -67,6 +67,10 @@ class Trainer:
         )
         self.optimizer = get_megatron_optimizer(config, self.chunks)
 
+    @property
+    def state(self):
+        return self.chunks, self.rules, self.optimizer, self.process
+
     def step(self):
         for chunk in self.chunks:
             for parameter in chunk.parameters():
@@ -88,22 +92,28 @@ def uninterrupted_job(layout, hf, distributed_optimizer, dtype):
 
 
 def save_job(layout, hf, distributed_optimizer, dtype, root):
-    from rl_megatron.checkpoint.megatron import save_megatron
+    from rl_megatron.checkpoint.megatron import MegatronWeights
+    from rl_megatron.checkpoint.megatron_optimizer import optimizer_pieces
     from rl_megatron.checkpoint.publish import new_checkpoint
+    from rl_megatron.checkpoint.saving import save_parts
 
     trainer = Trainer(layout, hf, distributed_optimizer, dtype)
     for _ in range(2):
         trainer.step()
     with new_checkpoint(root, 2, trainer.process) as folder:
-        save_megatron(folder, trainer.chunks, trainer.optimizer)
+        weights = MegatronWeights(folder, trainer.chunks)
+        state = optimizer_pieces(folder, *trainer.state)
+        save_parts(folder, trainer.process, [weights, state], background=False)
 
 
 def resume_job(layout, hf, distributed_optimizer, dtype, root):
     from rl_megatron.checkpoint.megatron import load_megatron
+    from rl_megatron.checkpoint.megatron_optimizer import load_optimizer
     from rl_megatron.checkpoint.publish import iteration_folder
 
     trainer = Trainer(layout, hf, distributed_optimizer, dtype)
-    load_megatron(iteration_folder(root, 2), trainer.chunks, trainer.optimizer)
+    load_megatron(iteration_folder(root, 2), trainer.chunks)
+    load_optimizer(iteration_folder(root, 2), *trainer.state)
     trainer.step()
     return trainer.weights()
 

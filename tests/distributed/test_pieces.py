@@ -29,13 +29,14 @@ def start_job(count):
 
 
 def save_job(count, root, background):
-    from rl_megatron.checkpoint.pieces import save_pieces
+    from rl_megatron.checkpoint.pieces import WrittenPieces
     from rl_megatron.checkpoint.publish import NewCheckpoint
+    from rl_megatron.checkpoint.saving import save_parts
 
     process = start_job(count)
     new = NewCheckpoint(root, 1, process)
-    save = save_pieces(new.aside, process, [piece_of(process)], {}, background=background)
-    save.finish()
+    part = WrittenPieces(new.aside, process, [piece_of(process)], {})
+    save_parts(new.aside, process, [part], background=background).finish()
     new.publish()
     return True
 
@@ -64,8 +65,9 @@ def full_disk_job(root):
     """What each rank is told where the second one cannot write."""
     import resource
 
-    from rl_megatron.checkpoint.pieces import save_pieces
+    from rl_megatron.checkpoint.pieces import WrittenPieces
     from rl_megatron.checkpoint.publish import NewCheckpoint
+    from rl_megatron.checkpoint.saving import save_parts
     from rl_megatron.errors import CheckpointError
 
     process = start_job(2)
@@ -74,7 +76,8 @@ def full_disk_job(root):
     if process.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     try:
-        save_pieces(new.aside, process, [piece_of(process)], {}, background=True).finish()
+        part = WrittenPieces(new.aside, process, [piece_of(process)], {})
+        save_parts(new.aside, process, [part], background=True).finish()
     except CheckpointError as error:
         return str(error)
     finally:

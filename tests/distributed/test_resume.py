@@ -1,6 +1,7 @@
 """A checkpoint holds the moment it was asked for; what comes after its load is equal."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -81,6 +82,42 @@ def test_rs_04_another_layout_goes_on_with_the_same_numbers(saved, resumed, fold
             torch.testing.assert_close(weights_again[name], value, rtol=1e-5, atol=1e-6)
 
 
+def slow_disk_job(layout, hf, root, seconds):
+    """Weights and state of the optimizer at a save, and after its load: nothing was written yet
+    when the next step wanted to begin."""
+    from rl_megatron.checkpoint.publish import NewCheckpoint, iteration_folder
+    from rl_megatron.checkpoint.saving import Saving
+
+    process = start(layout)
+    backend = make_backend(hf, process)
+    step(backend)
+    kept = weights_of(backend)
+    write = Saving._write
+    Saving._write = lambda saving: (time.sleep(seconds), write(saving))[1]
+    try:
+        new = NewCheckpoint(root, 1, process)
+        saving = backend.save(new.aside, background=True)
+    finally:
+        Saving._write = write
+    after = step(backend), weights_of(backend)
+    saving.finish()
+    new.publish()
+    fresh = make_backend(hf, process)
+    fresh.load(iteration_folder(root, 1))
+    assert_same_weights(weights_of(fresh), kept)
+    again = step(fresh), weights_of(fresh)
+    assert again[0] == after[0]
+    assert_same_weights(again[1], after[1])
+    return True
+
+
+@pytest.mark.parametrize("layout", ["tp1", "dp2"])
+def test_a_step_waits_until_a_save_has_read_the_state(layout, folder, pool, tmp_path):
+    assert all(
+        pool(LAYOUTS[layout].world_size).run(slow_disk_job, layout, folder, tmp_path / "root", 2.0)
+    )
+
+
 def full_disk_job(layout, hf, root, background):
     """What a save says where files may not grow, and what it leaves."""
     import resource
@@ -107,9 +144,8 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(background, folder, pool
     from rl_megatron.checkpoint.publish import read_pointer, saved_iterations
 
     root = tmp_path / "root"
-    main, other = pool(2).run(full_disk_job, "tp2", folder, root, background)
-    assert "cannot be written: rank 1: " in main
-    assert "cannot be written: it failed on some rank; rank 0 says why" in other
+    for said in pool(2).run(full_disk_job, "tp2", folder, root, background):
+        assert "cannot be written: rank 1: " in said
     assert (read_pointer(root), saved_iterations(root)) == (None, [])
 
 

@@ -15,7 +15,8 @@ from rl_megatron.backends.deepspeed.zero import adam_step, set_adam_step, zero_s
 from rl_megatron.backends.offload import Offloaded
 from rl_megatron.backends.transformers_backend import TransformersBackend
 from rl_megatron.checkpoint.hf_shards import save_hf_shards
-from rl_megatron.checkpoint.pieces import PieceFiles, save_pieces
+from rl_megatron.checkpoint.pieces import PieceFiles, WrittenPieces
+from rl_megatron.checkpoint.saving import Saving, save_parts
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.interfaces.batch import PackedBatch
@@ -54,6 +55,7 @@ class DeepSpeedBackend(TransformersBackend):
         self._engine = start_engine(policy, settings, optimizer)
         self._state = None if optimizer is None else zero_state(self._engine, process)
         self._offloaded = Offloaded()
+        self._saving: Saving | None = None
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
@@ -71,11 +73,14 @@ class DeepSpeedBackend(TransformersBackend):
         save_hf_shards(folder, self.named_weights(), self.process)
         pieces = [] if self._state is None else list(self._state.pieces(is_loading=False))
         step = {_STEP: str(adam_step(self._engine))}
-        return save_pieces(folder, self.process, pieces, step, background=background)
+        part = WrittenPieces(folder, self.process, pieces, step)
+        self._saving = save_parts(folder, self.process, [part], background=background)
+        return self._saving
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, by any number of ranks under any stage. A frozen model reads the
         weights only."""
+        self._settle()
         if self._state is None:
             read_weights(self.module.model, folder, self.process)
             return
@@ -87,6 +92,7 @@ class DeepSpeedBackend(TransformersBackend):
 
     def offload(self) -> None:
         """Move weights and optimizer state to host memory; nothing to do on a CPU."""
+        self._settle()
         if self.process.device.type != "cpu":
             self._offloaded.take(self._device_tensors())
 
@@ -121,9 +127,15 @@ class DeepSpeedBackend(TransformersBackend):
 
     def _update(self, lr: float, norm: float) -> None:
         del norm  # DeepSpeed clips by its own.
+        self._settle()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         self._engine.step()
+
+    def _settle(self) -> None:
+        """Let a save that is under way read all of the state, which is about to change."""
+        if self._saving is not None:
+            self._saving.settle()
 
     def _device_tensors(self) -> Iterator[Tensor]:
         """Everything this backend keeps on the device."""

@@ -29,7 +29,9 @@ from rl_megatron.backends.reduce import (
 )
 from rl_megatron.backends.token_gradient import token_gradient
 from rl_megatron.checkpoint.hf_save import iter_hf_weights
-from rl_megatron.checkpoint.megatron import load_megatron, make_save_plan, save_megatron
+from rl_megatron.checkpoint.megatron import MegatronWeights, load_megatron, make_save_plan
+from rl_megatron.checkpoint.megatron_optimizer import load_optimizer, optimizer_pieces
+from rl_megatron.checkpoint.saving import Part, Saving, save_parts
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching, plan_micro_batches
 from rl_megatron.interfaces.batch import PackedBatch
@@ -85,6 +87,7 @@ class MegatronBackend:
         self._balance_coefficient = moe_aux_loss_coeff
         self._offloaded = Offloaded()
         self._save_plan: Any = None
+        self._saving: Saving | None = None
         self._optimizer: Any = None
         self._modules: list[Any] = list(chunks)
         if optimizer is None:
@@ -152,20 +155,22 @@ class MegatronBackend:
         """Write weights and optimizer state; see `PolicyBackend`."""
         if self._save_plan is None:
             self._save_plan = make_save_plan()
-        return save_megatron(
-            folder,
-            self.chunks,
-            self._optimizer,
-            plan=self._save_plan,
-            background=background,
-        )
+        parts: list[Part] = [MegatronWeights(folder, self.chunks, self._save_plan)]
+        if self._optimizer is not None:
+            parts.append(optimizer_pieces(folder, *self._trained()))
+        self._saving = save_parts(folder, self.process, parts, background=background)
+        return self._saving
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote under any layout."""
-        load_megatron(folder, self.chunks, self._optimizer)
+        self._settle()
+        load_megatron(folder, self.chunks)
+        if self._optimizer is not None:
+            load_optimizer(folder, *self._trained())
 
     def offload(self) -> None:
         """Move weights, gradients and optimizer state to host memory; nothing to do on a CPU."""
+        self._settle()
         if self.process.device.type != "cpu":
             self._offloaded.take(self._device_tensors())
 
@@ -183,6 +188,10 @@ class MegatronBackend:
         self._modules = []
         self.chunks = []
         self._optimizer = None
+
+    def _trained(self) -> tuple[Any, ...]:
+        """What the state of the optimizer is told by."""
+        return self.chunks, self.rules, self._optimizer, self.process
 
     def _outputs(self, batch: PackedBatch) -> Iterator[tuple[list[int], ModelOutput]]:
         """Sequences, and what the model says of them: all of them once over all ranks."""
@@ -272,6 +281,7 @@ class MegatronBackend:
         norm = float(self._optimizer.get_grad_norm())
         check_finite(metrics, norm)
         if not skip:
+            self._settle()
             apply_settings(self._optimizer, self._settings, lr)
             self._optimizer.step()
         return step_metrics(norm, lr, skip)
@@ -281,6 +291,11 @@ class MegatronBackend:
         gradients = {name: getattr(value, "main_grad", None) for name, value in held}
         where = f"this rank's shards, {self.process.layout.describe()}"
         trace("gradient", where, main_grad=gradients)
+
+    def _settle(self) -> None:
+        """Let a save that is under way read all of the state, which is about to change."""
+        if self._saving is not None:
+            self._saving.settle()
 
     def _set_mode(self, train: bool) -> None:
         for module in self._modules:

@@ -2,17 +2,15 @@
 tests/distributed/test_pieces.py)."""
 
 import re
-import resource
 import shutil
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_megatron.checkpoint.pieces import Piece, PieceFiles, save_pieces
+from rl_megatron.checkpoint.pieces import Piece, PieceFiles, WrittenPieces
+from rl_megatron.checkpoint.saving import save_parts
 from rl_megatron.errors import CheckpointError
-from rl_megatron.interfaces.protocols import PendingSave
 from rl_megatron.parallel.layout import Layout
 from rl_megatron.parallel.process import Process
 
@@ -46,26 +44,14 @@ def cut(values, rank, count, shard=0, num_shards=1):
 
 
 def write(folder, ranks, metadata=None):
-    """Write as a job of as many ranks does, each in the background."""
-    saves = [
-        save_pieces(
-            folder,
-            Process(Layout(data=len(ranks)), rank, torch.device("cpu")),
-            pieces,
-            metadata or {"step": "12"},
-            background=True,
-        )
-        for rank, pieces in enumerate(ranks)
-    ]
-    for save in saves:
-        wait(save)
+    """Write what a job of as many ranks does."""
+    for rank, pieces in enumerate(ranks):
+        process = Process(Layout(data=len(ranks)), rank, torch.device("cpu"))
+        WrittenPieces(folder, process, pieces, metadata or {"step": "12"}).write()
 
 
-def wait(save):
-    deadline = time.monotonic() + 20
-    while not save.is_done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def write_alone(folder, pieces):
+    save_parts(folder, ALONE, [WrittenPieces(folder, ALONE, pieces, {})], background=False)
 
 
 def blank(pieces):
@@ -126,46 +112,11 @@ def test_every_file_is_a_safetensors_file(written):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_moments_keep_their_bits(dtype, tmp_path):
     value = torch.randn(9).to(dtype)
-    save_pieces(tmp_path, ALONE, [Piece("w", (9,), 0, {"exp_avg": value})], {}, background=False)
+    write_alone(tmp_path, [Piece("w", (9,), 0, {"exp_avg": value})])
     with PieceFiles(tmp_path) as files:
         read = files.shard("w", "exp_avg", 0)
     assert read.dtype == dtype
     assert torch.equal(read, value)
-
-
-def test_what_is_written_is_the_state_of_the_moment(tmp_path):
-    """Training goes on while a fork writes: 64 MiB are not written before the next line."""
-    value = torch.ones(2**24)
-    save = save_pieces(
-        tmp_path, ALONE, [Piece("w", (2**24,), 0, {"exp_avg": value})], {}, background=True
-    )
-    assert isinstance(save, PendingSave)
-    value.fill_(2.0)
-    save.finish()
-    assert save.is_done()
-    with PieceFiles(tmp_path) as files:
-        assert torch.equal(files.shard("w", "exp_avg", 0), torch.ones(2**24))
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_a_full_disk_fails_the_save_with_its_reason(background, tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (256, hard))
-    try:
-        with pytest.raises(CheckpointError, match=r"cannot be written: rank 0: .*File too large"):
-            save_pieces(tmp_path, ALONE, cut(state(), 0, 1), {}, background=background).finish()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_writer_that_dies_fails_the_save(tmp_path):
-    value = torch.ones(2**25)
-    save = save_pieces(
-        tmp_path, ALONE, [Piece("w", (2**25,), 0, {"exp_avg": value})], {}, background=True
-    )
-    save._forked._process.kill()
-    with pytest.raises(CheckpointError, match="ended with code -9"):
-        save.finish()
 
 
 def test_a_missing_file_is_named(written):
