@@ -2,6 +2,7 @@
 
     python tools/chaos.py --kills 100
     python tools/chaos.py --kills 6 --recipes grpo --seed 3
+    python tools/chaos.py --kills 6 --backend deepspeed      # ZeRO stage 3
 
 Each recipe runs once unbroken, on the quickstart's task. Then it runs again and again, and in every
 attempt one random rank gets SIGKILL at a random moment, half of the time while a checkpoint is
@@ -35,7 +36,7 @@ from rl_megatron.metrics.jsonl import read_jsonl  # noqa: E402
 
 FOLDER = Path("runs/chaos")
 TASK = FOLDER / "task"
-RECIPES = ("sft", "reward_model", "grpo", "dpo")
+RECIPES = ("sft", "reward_model", "grpo", "dpo", "kto")
 RANKS = 2
 # A rank in a collective finds by itself that another one is gone. One that still waits for it to
 # join the job does not: a launcher ends it, and so does this program.
@@ -65,6 +66,14 @@ SMALL = {
         "train.num_steps=12",
         "train.global_batch_size=8",
     ],
+    "kto": [
+        *ANSWERED,
+        f"data.train.path={TASK}/preferences.jsonl",
+        "data.eval=",
+        f"reference.cache={FOLDER}/kto_cache",
+        "train.num_steps=12",
+        "train.global_batch_size=8",
+    ],
     "grpo": [
         *ANSWERED,
         f"data.train.path={TASK}/prompts.jsonl",
@@ -82,8 +91,17 @@ COMMON = [
     f"model.path={TASK}/model",
     "train.save_interval=1",
     "train.eval_interval=4",
-    "parallel.tensor_model_parallel_size=2",
 ]
+SPLIT = {
+    "megatron": ["parallel.tensor_model_parallel_size=2"],
+    "deepspeed": [
+        "backend=deepspeed",
+        "deepspeed.zero_stage=3",
+        f"deepspeed.config_path={TASK}/zero.json",
+    ],
+}
+# Small weights are shared too: the model has no others.
+ZERO_JSON = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 
 
 @dataclass
@@ -99,12 +117,12 @@ class Tally:
 class Attempt:
     """The ranks of one start of a recipe."""
 
-    def __init__(self, recipe: str, folder: Path) -> None:
+    def __init__(self, recipe: str, backend: str, folder: Path) -> None:
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
             port = server.getsockname()[1]
         script = [f"recipes/{recipe}/train.py", f"recipes/{recipe}/quickstart.yaml"]
-        settings = [*COMMON, *SMALL[recipe], f"output_dir={folder}"]
+        settings = [*COMMON, *SMALL[recipe], *SPLIT[backend], f"output_dir={folder}"]
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.began = time.monotonic()
         self._log = folder.with_suffix(".log").open("a", encoding="utf-8")
@@ -163,9 +181,9 @@ class Attempt:
         return [rank.returncode for rank in self.ranks]
 
 
-def run_unbroken(recipe: str, folder: Path) -> float:
+def run_unbroken(recipe: str, backend: str, folder: Path) -> float:
     """Seconds that the run took."""
-    attempt = Attempt(recipe, folder)
+    attempt = Attempt(recipe, backend, folder)
     attempt.wait(600)
     if any(attempt.codes):
         raise SystemExit(f"{recipe} fails unbroken: see {folder.with_suffix('.log')}")
@@ -248,10 +266,10 @@ def _state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def break_until(recipe: str, kills: int, dice: random.Random, tally: Tally) -> None:
+def break_until(recipe: str, backend: str, kills: int, dice: random.Random, tally: Tally) -> None:
     """Run a recipe broken, again and again, until there are `kills` more."""
     unbroken = FOLDER / recipe / "unbroken"
-    seconds = run_unbroken(recipe, unbroken)
+    seconds = run_unbroken(recipe, backend, unbroken)
     print(f"{recipe}: {seconds:.0f} s unbroken", flush=True)
     goal, number = tally.kills + kills, 0
     while tally.kills < goal:
@@ -259,7 +277,7 @@ def break_until(recipe: str, kills: int, dice: random.Random, tally: Tally) -> N
         folder, attempts, before = FOLDER / recipe / f"broken_{number}", 0, tally.kills
         while True:
             attempts += 1
-            attempt = Attempt(recipe, folder)
+            attempt = Attempt(recipe, backend, folder)
             if tally.kills < goal:
                 kill_once(attempt, folder, seconds, dice, tally)
             if attempt.wait(600) and not any(attempt.codes):
@@ -274,7 +292,8 @@ def break_until(recipe: str, kills: int, dice: random.Random, tally: Tally) -> N
         tally.problems += found
         verdict = "differs" if found else "equal"
         print(f"{folder}: {tally.kills - before} kills, {attempts} attempts, {verdict}", flush=True)
-        shutil.rmtree(folder, ignore_errors=not found)
+        if not found:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -285,15 +304,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=9, help="over all recipes (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--backend", choices=SPLIT, default="megatron", help="(%(default)s)")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
     shutil.rmtree(FOLDER, ignore_errors=True)
     task = [sys.executable, "tools/make_addition_task.py", "--output", str(TASK)]
     subprocess.run([*task, "--repeats", "1"], check=True)
+    (TASK / "zero.json").write_text(json.dumps(ZERO_JSON), encoding="utf-8")
     dice, tally = random.Random(options.seed), Tally()
     share, rest = divmod(options.kills, len(options.recipes))
     for index, recipe in enumerate(options.recipes):
-        break_until(recipe, share + (index < rest), dice, tally)
+        break_until(recipe, options.backend, share + (index < rest), dice, tally)
     print(
         f"{tally.kills} kills, {tally.in_saves} of them while a checkpoint was written; the other "
         f"ranks ended within {tally.slowest_end:.1f} s; {len(tally.problems)} problems"

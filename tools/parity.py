@@ -1,10 +1,11 @@
-"""The same numbers however the job is split: proves it for every loss and layout.
+"""The same numbers however the job is split: proves it for every loss, layout and backend.
 
     python tools/parity.py [--only TP2] [--dtype float32]
 
 Makes small checkpoints, one of them with experts and one with a scalar head, and a batch of ragged
-sequences. Takes one step, in float32, of every loss under every aggregation: on one rank, in one
-micro-batch, without packing, and then in every row of tools/parity_cases.py. Prints the worst
+sequences. Takes one step, in float32, of every loss under every aggregation: on one rank of
+Megatron, in one micro-batch, without packing, and then in every row of tools/parity_cases.py: in
+Megatron's layouts, in DeepSpeed's stages of ZeRO, and by plain torch. Prints the worst
 difference of a parameter's gradient, relative to its norm, and exits with 1 if a gradient is
 further off than 2e-5, or the loss or another metric further than 1e-6 (relative; of numbers below
 1e-3, relative to 1e-3).
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     REPORT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    Console(width=max(Console().width, 170)).print(make_table(differences, bf16))
+    Console(width=max(Console().width, 180)).print(make_table(differences, bf16))
     print(describe(report))
     return 0 if report["equal"] else 1
 

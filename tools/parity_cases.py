@@ -132,6 +132,8 @@ class Row:
         lonely: One sequence (pair) only: all data-parallel ranks but one have nothing.
         dtype: Of weights and activations.
         balance: With the balance loss of experts.
+        backend: What holds the model.
+        zero_stage: Of backend deepspeed.
     """
 
     title: str
@@ -141,22 +143,32 @@ class Row:
     lonely: bool = False
     dtype: torch.dtype = torch.float32
     balance: bool = False
+    backend: str = "megatron"
+    zero_stage: int = 0
 
     @property
     def cases(self) -> tuple[Case, ...]:
         """All, or fewer where time is short: every loss once in bf16, where a rank is idle, and
-        padded on four ranks; three losses where another one stands beside them."""
+        padded on four ranks or under ZeRO; three losses where another one stands beside them."""
         if self.model == "scores":
             return SCORE_CASES
         if self.balance:
             return BALANCED
-        padded_on_four = self.layout.world_size == 4 and not self.micro_batching.packed
-        return EVERY_LOSS if self.is_bf16 or self.lonely or padded_on_four else CASES
+        takes_long = self.layout.world_size == 4 or self.backend == "deepspeed"
+        is_second = takes_long and not self.micro_batching.packed
+        return EVERY_LOSS if self.is_bf16 or self.lonely or is_second else CASES
 
     @property
-    def model_key(self) -> tuple[Layout, str, torch.dtype, bool]:
+    def model_key(self) -> tuple[object, ...]:
         """Rows with the same have one model in common."""
-        return self.layout, self.model, self.dtype, self.balance
+        return (
+            self.backend,
+            self.zero_stage,
+            self.layout,
+            self.model,
+            self.dtype,
+            self.balance,
+        )
 
     @property
     def is_bf16(self) -> bool:
@@ -233,6 +245,7 @@ def _rows() -> Iterator[Row]:
     yield from _score_rows()
     yield from _balance_rows()
     yield from _bf16_rows()
+    yield from _transformers_rows()
 
 
 def _score_rows() -> Iterator[Row]:
@@ -271,6 +284,35 @@ def _bf16_rows() -> Iterator[Row]:
             if layout.world_size == 2:
                 padded = sequences(WHOLE, packed=False)
                 yield Row(title, layout, padded, model, dtype=torch.bfloat16)
+
+
+def _transformers_rows() -> Iterator[Row]:
+    """Models of transformers: in one process, and shared by the stages of ZeRO."""
+
+    def row(
+        stage: int, split: MicroBatching, model: str = "dense", ranks: int = 2, **more: Any
+    ) -> Row:
+        words = {"dense": "", "experts": ", experts", "scores": ", scalar head"}
+        title = f"ZeRO-{stage} x{ranks}{words[model]}"
+        kind = {"backend": "deepspeed", "zero_stage": stage} | more
+        return Row(title, Layout(data=ranks), split, model, **kind)
+
+    padded = sequences(WHOLE, packed=False)
+    for split in (sequences(1), padded):
+        yield Row("torch", Layout(), split, backend="torch")
+    for stage in (0, 1, 2, 3):
+        yield row(stage, sequences(2))
+        yield row(stage, padded)
+        yield row(stage, sequences(1), lonely=True)
+        yield row(stage, sequences(2), "scores")
+    for stage in (2, 3):
+        yield row(stage, sequences(2), "experts")
+        yield row(stage, sequences(1), "experts", lonely=True)
+    yield row(3, sequences(1), "scores", lonely=True)
+    yield row(3, sequences(1, packed=False), ranks=3)
+    for stage in (1, 2, 3):
+        for split in (sequences(1), padded):
+            yield row(stage, split, dtype=torch.bfloat16)
 
 
 ROWS = tuple(_rows())

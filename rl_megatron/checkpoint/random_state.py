@@ -22,8 +22,9 @@ _MEGATRON = "megatron."
 
 
 def seed_random_state(seed: int, process: Process) -> None:
-    """Begin the generators of Python and NumPy, another stream on each rank; torch's and Megatron's
-    begin with the job."""
+    """Begin the generators: torch's the same on all ranks, those of Python and NumPy another stream
+    on each; Megatron's begin with the job."""
+    torch.manual_seed(seed)
     random.seed(f"{seed} {process.rank}")
     np.random.seed([seed % 2**32, process.rank])
 

@@ -203,7 +203,8 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
     assert layout.world_size == world_size, f"{layout} on {world_size} ranks"
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-        _destroy_subgroups()
+        _destroy_megatron_groups()
+    others = _groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -212,6 +213,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
         expert_model_parallel_size=layout.expert,
         distributed_timeout_minutes=timeout_minutes,
     )
+    _megatron_groups.update(_groups() - others)
     model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
     return Process(
@@ -227,13 +229,22 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: float = 30.0) -> 
     )
 
 
-def _destroy_subgroups() -> None:
-    """End every group but the world. Megatron only forgets them, and each keeps its threads."""
+# Made for the layout of now.
+_megatron_groups: set[ProcessGroup] = set()
+
+
+def _groups() -> set[ProcessGroup]:
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def _destroy_megatron_groups() -> None:
+    """End them; Megatron only forgets them, and each keeps its threads. Others stay: DeepSpeed's,
+    for one, which it makes once."""
     # Models of the earlier layout refer to its groups and, in circles, to themselves.
     gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    for group in _groups() & _megatron_groups:
+        dist.destroy_process_group(group)
+    _megatron_groups.clear()
 
 
 def stop() -> None:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from rl_megatron.parallel.process import start_megatron
 from tools.parity_cases import EVERY_LOSS, REFERENCES, ROWS, reference_of
 from tools.parity_compare import BOUNDS, compare
 from tools.parity_data import make_batches, make_model
@@ -16,6 +15,11 @@ NAMES = (
     "DP2: 1 packed, idle rank",
     "TP2+SP: 1 packed, bf16",
     "CP2: 1 packed, bf16",
+    "torch: all padded",
+    "ZeRO-0 x2: 2 packed",
+    "ZeRO-2 x2: all padded",
+    "ZeRO-3 x2: 1 packed, idle rank",
+    "ZeRO-1 x2: 1 packed, bf16",
 )
 BY_NAME = {row.name: row for row in ROWS}
 
@@ -28,15 +32,14 @@ def folder(tmp_path_factory):
 
 
 def results_job(row, folder):
-    from tools.parity_job import make_backend, run_row
+    from tools.parity_backends import make_trained
+    from tools.parity_job import run_row
 
-    process = start_megatron(row.layout, seed=0)
-    backend = make_backend(folder / row.model, process, row.dtype)
+    trained = make_trained(row, folder / row.model)
     cases = [case for case in EVERY_LOSS if case.name in LOSSES]
-    results = run_row(
-        backend, row, cases, torch.load(folder / f"{row.model}.pt", weights_only=False)
-    )
-    backend.close()
+    batches = torch.load(folder / f"{row.model}.pt", weights_only=False)
+    results = run_row(trained, row, cases, batches)
+    trained.backend.close()
     return results
 
 

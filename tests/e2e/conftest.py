@@ -13,6 +13,7 @@ from tests.helpers.recipe_runs import (
     execute,
     run_recipe,
     write_yaml,
+    zero,
 )
 from tools.make_addition_task import write_task
 
@@ -70,6 +71,20 @@ def grpo_kl_in_reward(task, runs):
 def grpo_torch(task, runs):
     backend = ("backend=torch",)
     return run_recipe("grpo", task, runs / "grpo_torch", *KL_IN_REWARD, *backend)
+
+
+@pytest.fixture(scope="session")
+def grpo_zero3(task, runs):
+    return run_recipe("grpo", task, runs / "grpo_zero3", *KL_IN_REWARD, *zero(3, runs), ranks=2)
+
+
+@pytest.fixture(scope="session")
+def dpo_zero2(task, runs):
+    cache = f"reference.cache={runs / 'dpo_cache'}"
+    done = execute("tools/ref_cache.py", "build", "--recipe", "dpo", task / "dpo.yaml", cache)
+    assert done.returncode == 0, done.stderr
+    words = (cache, "reference.build_cache=false", *zero(2, runs))
+    return run_recipe("dpo", task, runs / "dpo_zero2", *words, ranks=2)
 
 
 @pytest.fixture(scope="session")

@@ -161,14 +161,34 @@ def test_grpo_samples_the_same_responses_on_two_ranks(grpo, grpo_tp2):
     assert one == two
 
 
-def test_the_plain_backend_makes_the_same_first_steps(grpo_kl_in_reward, grpo_torch):
-    assert_same_numbers(grpo_kl_in_reward.rows[:1], grpo_torch.rows[:1])
+@pytest.mark.parametrize("name", ["grpo_torch", "grpo_zero3"])
+def test_other_backends_make_the_same_first_steps(name, grpo_kl_in_reward, request):
+    run = request.getfixturevalue(name)
+    assert_same_numbers(grpo_kl_in_reward.rows[:1], run.rows[:1])
     # Further on, the rounding of two implementations has been through Adam.
-    assert_same_numbers(grpo_kl_in_reward.rows[1:], grpo_torch.rows[1:], relative=1e-3)
-    (saved,) = (grpo_torch.folder / "checkpoints").glob("iter_*")
-    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
-        p.name for p in saved.iterdir()
-    }
+    assert_same_numbers(grpo_kl_in_reward.rows[1:], run.rows[1:], relative=1e-3)
+    said, expected = (
+        [row["response"] for row in read_rows(at.folder / "rollouts.jsonl")[:4]]
+        for at in (run, grpo_kl_in_reward)
+    )
+    assert said == expected
+    (saved,) = (run.folder / "checkpoints").glob("iter_*")
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in saved.iterdir()}
+    assert AutoModelForCausalLM.from_pretrained(saved).num_parameters() > 0
+
+
+def test_zero_says_what_it_shares(grpo_zero3):
+    assert "backend deepspeed, float32" in grpo_zero3.log
+    assert "2 ranks on cpu: ZeRO stage 3 over 2;" in grpo_zero3.log
+    assert ", deepspeed 0." in grpo_zero3.log
+
+
+def test_dpo_with_zero_takes_the_cache_that_megatron_made(dpo_zero2):
+    first, *_ = dpo_zero2.rows
+    assert first["loss/dpo"] == pytest.approx(math.log(2), abs=1e-5)
+    assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
+    assert "no reference is held" in dpo_zero2.log
+    assert "reference log-probs 1/" not in dpo_zero2.log
 
 
 def test_an_exported_checkpoint_answers_in_transformers_as_it_did_in_the_run(grpo, task, tmp_path):

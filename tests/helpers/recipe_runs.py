@@ -39,6 +39,17 @@ PREFERENCES = ("preferences.jsonl", "heldout_preferences.jsonl")
 TENSOR_2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 
 
+def zero(stage: int, folder: Path) -> tuple[str, ...]:
+    """Settings of a run under ZeRO that shares small weights too, by a file in `folder`."""
+    path = folder / "zero.json"
+    path.write_text('{"zero_optimization": {"stage3_param_persistence_threshold": 0}}')
+    return (
+        "backend=deepspeed",
+        f"deepspeed.zero_stage={stage}",
+        f"deepspeed.config_path={path}",
+    )
+
+
 def settings(recipe: str, task: Path) -> dict[str, Any]:
     """What the run of a recipe says, on the task in the folder `task`."""
     held_out = {"path": str(task / "heldout.jsonl")}

@@ -93,14 +93,18 @@ def test_fits_its_cluster_and_its_model(path):
 
 @pytest.mark.parametrize("path", [p for p in FILES if re.search(r"\d+n\d+g", p.stem)], ids=name_of)
 def test_name_says_cluster_and_layout(path):
-    found = re.fullmatch(r"(\w+?)-(.+)-(\d+)n(\d+)g-tp(\d+)(?:pp(\d+))?(?:ep(\d+))?", path.stem)
-    assert found is not None, f"{path.name}: <algorithm>-<model>-<N>n<G>g-tp<T>[pp<P>][ep<E>].yaml"
-    algorithm, model, nodes, gpus, tensor, pipeline, expert = found.groups()
+    megatron = r"tp(\d+)(?:pp(\d+))?(?:ep(\d+))?"
+    found = re.fullmatch(rf"(\w+?)-(.+)-(\d+)n(\d+)g-(?:{megatron}|zero(\d))", path.stem)
+    names = "<algorithm>-<model>-<N>n<G>g-tp<T>[pp<P>][ep<E>].yaml, or ...g-zero<STAGE>.yaml"
+    assert found is not None, f"{path.name}: {names}"
+    algorithm, model, nodes, gpus, tensor, pipeline, expert, stage = found.groups()
     run = load(path)
+    assert run.backend == ("deepspeed" if stage else "megatron")
+    assert not stage or run.deepspeed.zero_stage == int(stage)
     assert algorithm == path.parent.name
     assert run.name == f"{algorithm}-{model}"
     assert (run.cluster.num_nodes, run.cluster.gpus_per_node) == (int(nodes), int(gpus))
-    assert run.parallel.tensor_model_parallel_size == int(tensor)
+    assert run.parallel.tensor_model_parallel_size == int(tensor or 1)
     assert run.parallel.pipeline_model_parallel_size == int(pipeline or 1)
     assert run.parallel.expert_model_parallel_size == int(expert or 1)
 

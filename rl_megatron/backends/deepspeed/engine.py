@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
@@ -27,9 +29,11 @@ def start_engine(
         return policy
     deepspeed = load_deepspeed()
     adam = None if optimizer is None else _adam(policy, optimizer, settings)
-    engine, *_ = deepspeed.initialize(
-        model=policy, optimizer=adam, config=settings, dist_init_required=False
-    )
+    # A part of it prints how much memory there is, whatever is logged.
+    with redirect_stdout(StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=policy, optimizer=adam, config=settings, dist_init_required=False
+        )
     policy.eval()
     if is_sharded:
         # The head's weight belongs to another module, the embedding or a layer that is not called.
@@ -61,4 +65,5 @@ def _adam(policy: nn.Module, optimizer: OptimizerConfig, settings: dict[str, Any
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **numbers)
-    return torch.optim.AdamW(groups, **numbers)
+    # One pass over the state, without the copies of it that several passes make.
+    return torch.optim.AdamW(groups, fused=True, **numbers)

@@ -226,7 +226,7 @@ def _adam_state(adam: Any, main: Tensor) -> dict[str, Tensor]:
     state = adam.state[main]
     if not state:
         counts_in_tensor = isinstance(adam, torch.optim.AdamW)
-        state["step"] = torch.zeros(()) if counts_in_tensor else 0
+        state["step"] = torch.zeros((), device=main.device) if counts_in_tensor else 0
         for name in _MOMENTS:
             state[name] = torch.zeros_like(main)
     return {"main": main.detach(), **{name: state[name] for name in _MOMENTS}}

@@ -35,6 +35,15 @@ def draws():
     return [random.random(), float(np.random.normal()), float(torch.rand(()))]
 
 
+def test_every_generator_begins_with_the_seed():
+    for number in (0, 3):
+        seed_random_state(7, rank(number))
+        first = draws()
+        draws()
+        seed_random_state(7, rank(number))
+        assert draws() == first
+
+
 def test_the_next_draws_are_those_of_the_unbroken_run(tmp_path):
     seed_random_state(7, rank(0))
     draws()

@@ -78,6 +78,7 @@ def test_a_gradient_that_should_be_zero_must_be():
     assert not compare((METRICS, tiny), (METRICS, zero)).within(BF16)
 
 
+MEGATRON = [row for row in ROWS if row.backend == "megatron"]
 FLOAT_ROW, BF16_ROW = ROWS[0], next(row for row in ROWS if row.is_bf16)
 YARDSTICK = {"dense": {case.name: replace(FINE, gradient=0.5) for case in EVERY_LOSS}}
 
@@ -111,7 +112,7 @@ def test_what_is_no_more_than_bf16_is_no_fault_in_bf16_only():
 def test_every_loss_is_compared_in_bf16_under_one_aggregation_or_another():
     assert (*(case.loss for case in EVERY_LOSS), "reward model") == LOSSES
     assert {case.aggregation for case in EVERY_LOSS} >= set(LOSS_AGG_MODES)
-    layouts = [row.layout for row in ROWS if row.is_bf16]
+    layouts = [row.layout for row in MEGATRON if row.is_bf16]
     for axis in ("tensor", "pipeline", "context", "expert", "data"):
         assert {getattr(layout, axis) for layout in layouts} == {1, 2}
     assert {layout.sequence_parallel for layout in layouts} == {False, True}
@@ -137,7 +138,7 @@ def test_every_loss_under_every_aggregation_on_every_axis():
         aggregations.setdefault(case.loss, []).append(case.aggregation)
     assert list(aggregations.values()).count(list(LOSS_AGG_MODES)) == 7
     assert len(aggregations) == 7 + 4 + 2
-    layouts = [row.layout for row in ROWS]
+    layouts = [row.layout for row in MEGATRON]
     for axis in ("tensor", "pipeline", "virtual", "context", "expert", "data"):
         assert max(getattr(layout, axis) for layout in layouts) == 2
     assert max(layout.world_size for layout in layouts) == 4
@@ -145,6 +146,21 @@ def test_every_loss_under_every_aggregation_on_every_axis():
         reference = reference_of(row)
         assert reference.layout.world_size == 1 and not reference.micro_batching.packed
         assert reference.dtype == row.dtype
+
+
+def test_every_backend_is_compared_with_one_rank_of_megatron():
+    assert {row.backend for row in ROWS} == {"megatron", "deepspeed", "torch"}
+    assert {row.backend for row in REFERENCES} == {"megatron"}
+    for stage in (0, 1, 2, 3):
+        rows = [row for row in ROWS if row.backend == "deepspeed" and row.zero_stage == stage]
+        names = {case.name for row in rows for case in row.cases}
+        assert names == {case.name for case in (*CASES, *SCORE_CASES)}
+        assert {row.micro_batching.packed for row in rows} == {row.lonely for row in rows}
+        # DeepSpeed would add up gradients in bf16 at stage 0.
+        assert any(row.is_bf16 for row in rows) == (stage > 0)
+        assert any(row.model == "experts" for row in rows) == (stage > 1)
+    sizes = {row.layout.data for row in ROWS if row.zero_stage == 3}
+    assert sizes == {2, 3}
 
 
 def test_the_balance_of_experts_is_compared_where_tokens_and_layers_are_spread():
@@ -160,7 +176,7 @@ def test_the_balance_of_experts_is_compared_where_tokens_and_layers_are_spread()
 
 
 def test_a_scalar_head_is_compared_on_every_axis(tmp_path):
-    rows = [row for row in ROWS if row.model == "scores"]
+    rows = [row for row in MEGATRON if row.model == "scores"]
     assert all(row.cases == SCORE_CASES and not row.is_bf16 for row in rows)
     for axis in ("tensor", "pipeline", "virtual", "context", "data"):
         assert {getattr(row.layout, axis) for row in rows} == {1, 2}
