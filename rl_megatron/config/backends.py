@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from rl_megatron.config.base import Idle, Problem
+from rl_megatron.config.deepspeed import DeepSpeedConfig, json_problems
 from rl_megatron.config.model import ModelConfig
+from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ClusterConfig, ParallelConfig
 
 Backend = Literal["megatron", "deepspeed", "torch"]
@@ -24,6 +27,21 @@ _WHOLE_MODEL = {
     "deepspeed": "backend deepspeed shares a model by ZeRO (deepspeed.zero_stage)",
     "torch": "backend torch runs in one process",
 }
+
+
+def zero_problems(
+    deepspeed: DeepSpeedConfig, model: ModelConfig, optimizer: OptimizerConfig
+) -> Iterator[Problem]:
+    """What of `deepspeed` does not fit the rest of a run with that backend."""
+    if deepspeed.zero_stage == 0 and model.dtype == "bfloat16":
+        yield Problem(
+            "deepspeed.zero_stage",
+            0,
+            "DeepSpeed would add up gradients in bfloat16; take 1 or more, or model.dtype=float32",
+            others=("model.dtype",),
+        )
+    for problem in json_problems(deepspeed, model.dtype, optimizer.clip_grad):
+        yield replace(problem, key=f"deepspeed.{problem.key}")
 
 
 def backend_problems(

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_megatron.config.base import Idle, Problem, Strict
-from rl_megatron.errors import ConfigError
 
 _AUTO = "auto"
-_SETTING = "deepspeed.config_path"
 
 Place = Literal["none", "cpu", "nvme"]
 
@@ -79,36 +77,77 @@ class DeepSpeedConfig(Strict):
 _BELOW_STAGE_3 = {("offload_optimizer", "cpu")}
 
 
-def merge_settings(
-    path: str | None, ours: Mapping[str, Any], defaults: Mapping[str, Any]
+def engine_settings(
+    config: DeepSpeedConfig, dtype: str, clip_grad: float, world_size: int
 ) -> dict[str, Any]:
-    """DeepSpeed's settings for a run: what the run decides, and a user's own beside it.
+    """What `deepspeed.initialize` takes: what the run decides, and a user's own settings beside it.
+
+    Gradients are added up and reduced in float32 whatever the model's dtype is. DeepSpeed counts
+    micro-batches of its own only to know when to reduce, which the backend tells it.
 
     Args:
-        path: The user's JSON file; None without one.
-        ours: What the run decides, nested as in DeepSpeed's JSON.
-        defaults: What holds where the file says nothing.
-
-    Raises:
-        ConfigError: The file cannot be read, or contradicts the run; every such setting is named.
+        config: The run's; it has no `json_problems`.
+        dtype: Of the model, as in `model.dtype`.
+        clip_grad: As `optimizer.clip_grad`.
+        world_size: Ranks.
     """
-    theirs = {} if path is None else _read(Path(path))
-    mistakes = [*_contradictions(theirs, ours, ""), *_foreign(theirs)]
-    if mistakes:
-        raise ConfigError(f"{_SETTING} {path} contradicts the run:\n" + "\n".join(mistakes))
+    theirs = {} if config.config_path is None else _read(Path(config.config_path))
     theirs = {name: value for name, value in theirs.items() if name not in _FOREIGN}
-    return _merged(_merged(defaults, theirs), ours)
+    ours = _decided(config, dtype, clip_grad)
+    return _merged(_merged(_DEFAULTS, theirs), ours | {"train_batch_size": world_size})
+
+
+def json_problems(config: DeepSpeedConfig, dtype: str, clip_grad: float) -> Iterator[Problem]:
+    """What of `config_path` contradicts the run; arguments as of `engine_settings`."""
+    path = config.config_path
+    if path is None:
+        return
+    try:
+        theirs = _read(Path(path))
+    except (OSError, ValueError) as error:
+        text = f"cannot be read ({error}); name a JSON file of DeepSpeed's settings"
+        yield Problem("config_path", path, text)
+        return
+    ours = _decided(config, dtype, clip_grad)
+    for text in (*_contradictions(theirs, ours, ""), *_foreign(theirs)):
+        yield Problem("config_path", path, text)
+
+
+_DEFAULTS = {
+    "zero_optimization": {
+        "reduce_bucket_size": 50_000_000,
+        "allgather_bucket_size": 50_000_000,
+        "stage3_prefetch_bucket_size": 50_000_000,
+    }
+}
+
+
+def _decided(config: DeepSpeedConfig, dtype: str, clip_grad: float) -> dict[str, Any]:
+    """What the run decides, nested as in DeepSpeed's JSON."""
+    zero: dict[str, Any] = {"stage": config.zero_stage}
+    for name in ("offload_optimizer", "offload_param"):
+        zero[name] = {"device": getattr(config, name)}
+        if config.nvme_path is not None:
+            zero[name]["nvme_path"] = config.nvme_path
+    return {
+        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": clip_grad,
+        # A gradient that is not finite is then found in bfloat16 too.
+        "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": True},
+        "fp16": {"enabled": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{_SETTING} {path} cannot be read ({error}); name a JSON file, or remove this key"
-        ) from error
+    settings = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
-        raise ConfigError(f"{_SETTING} {path} must hold a JSON object of DeepSpeed's settings")
+        raise ValueError("it holds no JSON object")
     return settings
 
 
@@ -138,7 +177,7 @@ def _contradictions(
         elif value != ours[name] or key in _BATCH_SIZES:
             where = _DECIDED_BY.get(key)
             remedy = f"set {where} of the run" if where else "the run needs its own value"
-            yield f'  {key} = {value!r}: {remedy}, and remove this key or make it "auto"'
+            yield f'its {key} = {value!r}: {remedy}, and remove this key or make it "auto"'
 
 
 # The run's own numbers for these are made up: it counts tokens, and every rank its own steps.
@@ -151,9 +190,10 @@ _FOREIGN = ("optimizer", "scheduler")
 def _foreign(theirs: Mapping[str, Any]) -> Iterator[str]:
     """Sections that the run has in its own words."""
     for name in _FOREIGN:
-        parameters = (theirs.get(name) or {}).get("params", {})
+        section = theirs.get(name, {})
+        parameters = section.get("params", {}) if isinstance(section, Mapping) else {name: section}
         if any(value != _AUTO for value in parameters.values()):
-            yield f"  {name} = {theirs[name]!r}: set optimizer of the run, and remove this key"
+            yield f"its {name} = {theirs[name]!r}: set optimizer of the run, and remove this key"
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rl_megatron.config.backends import (
     Backend,
     backend_idle,
     backend_problems,
+    zero_problems,
 )
 from rl_megatron.config.base import Idle, Problem, Strict
 from rl_megatron.config.checkpoint import CheckpointConfig
@@ -146,6 +147,8 @@ class RunBase(Strict):
         if self.cluster.world_size is not None:
             yield from world_size_problems(self.parallel, self.cluster.world_size)
         yield from backend_problems(self.backend, self.model, self.parallel, self.cluster)
+        if self.backend == "deepspeed":
+            yield from zero_problems(self.deepspeed, self.model, self.optimizer)
         if self.evaluation is not None:
             yield from self._evaluation_problems(self.evaluation)
 

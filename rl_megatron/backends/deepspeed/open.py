@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from rl_megatron.backends.deepspeed.backend import DeepSpeedBackend
-from rl_megatron.backends.deepspeed.settings import engine_settings
 from rl_megatron.backends.deepspeed.weights import load_sharded
-from rl_megatron.config.deepspeed import DeepSpeedConfig
+from rl_megatron.config.deepspeed import DeepSpeedConfig, engine_settings
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.models.transformers_model import load_transformers_model
@@ -47,10 +46,11 @@ def open_deepspeed(
         recompute: As `model.recompute`.
 
     Raises:
-        ConfigError: The settings contradict each other.
         CheckpointError: The folder cannot be read as such a model.
     """
-    settings = engine_settings(config, dtype, optimizer, process.layout.world_size)
+    clip_grad = 0.0 if optimizer is None else optimizer.clip_grad
+    name = str(dtype).removeprefix("torch.")
+    settings = engine_settings(config, name, clip_grad, process.layout.world_size)
     model = None
     if config.zero_stage == 3:
         model = load_sharded(folder, dtype, process, settings, head)
