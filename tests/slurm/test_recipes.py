@@ -1,6 +1,7 @@
 """The recipes on a real Slurm, two nodes x two ranks: stopped or crashed, a run is the same run."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -10,7 +11,15 @@ import time
 import pytest
 
 from tests.helpers.pool import ROOT
-from tests.helpers.recipe_runs import PREFERENCES, REWARD, TENSOR_2, execute, read_rows, write_yaml
+from tests.helpers.recipe_runs import (
+    PREFERENCES,
+    REWARD,
+    TENSOR_2,
+    execute,
+    read_rows,
+    write_yaml,
+    zero,
+)
 from tests.slurm.conftest import Desk
 from tools.make_addition_task import write_task
 
@@ -61,11 +70,11 @@ def tool(desk, site):
     return call
 
 
-def submit(tool, desk: Desk, recipe, task, name, *words, **values):
+def submit(tool, desk: Desk, recipe, task, name, *words, split=TENSOR_2, **values):
     """The numbers of the jobs that a run became, and its folder."""
     folder = desk.folder / name
     config = task / f"{recipe}.yaml"
-    settings = (f"output_dir={folder}", *QUIET, *TENSOR_2)
+    settings = (f"output_dir={folder}", *QUIET, *split)
     options = ("--", "--exclusive", "--time=30")
     tool(config, f"--recipe={recipe}", "--nodes=2", *settings, *words, *options, **values)
     return json.loads((folder / "jobs.json").read_text())["jobs"], folder
@@ -147,6 +156,36 @@ def test_dpo_after_its_cache(tool, desk, task):
     assert desk.cluster.job(cache)["JobState"] == "COMPLETED"
     assert len(numbers(folder)) >= 4
     assert (folder / f"logs/cache-{cache}.out").exists()
+
+
+def test_grpo_with_zero_3_goes_on_after_a_signal(tool, desk, task, unbroken):
+    """One save and one requeue on four ranks, and the numbers of Megatron's run of the same."""
+    zero_3 = zero(3, desk.folder)
+    (job,), folder = submit(tool, desk, "grpo", task, "zero", *GRPO, split=zero_3)
+    wait_for_step(folder, 4)
+    desk.cluster.call("scancel", "--signal=USR1", "--batch", job)
+    desk.cluster.start_again(job)
+    assert finish(desk, folder, job)["Restarts"] == "1"
+    log = log_of(folder, job)
+    assert log.count("saved: requeued") == 1 and "ZeRO stage 3 over 4" in log
+    found, expected = numbers(folder), numbers(unbroken)
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, other in zip(found, expected, strict=True):
+        for name in ("reward/mean", "loss/policy", "policy/entropy"):
+            assert row[name] == pytest.approx(other[name], rel=1e-2, abs=1e-4), name
+
+
+def test_dpo_with_zero_3_after_its_cache(tool, desk, task):
+    words = ("train.num_steps=4", f"reference.cache={desk.folder / 'zero_cache'}")
+    zero_3 = zero(3, desk.folder)
+    (cache, train), folder = submit(
+        tool, desk, "dpo", task, "zero_dpo", *words, split=zero_3, RL_LAUNCH="task"
+    )
+    finish(desk, folder, train, 2 * PATIENCE)
+    assert desk.cluster.job(cache)["JobState"] == "COMPLETED"
+    first, *rest = [row for row in numbers(folder) if "loss/dpo" in row]
+    assert first["loss/dpo"] == pytest.approx(math.log(2), abs=1e-5)
+    assert len(rest) == 3 and "no reference is held" in log_of(folder, train)
 
 
 def test_cut_network_ends_by_the_watchdog(tool, desk, task):

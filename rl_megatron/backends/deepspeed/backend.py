@@ -14,7 +14,7 @@ from rl_megatron.backends.deepspeed.weights import read_weights, whole_weights
 from rl_megatron.backends.deepspeed.zero import adam_step, set_adam_step, zero_state
 from rl_megatron.backends.offload import Offloaded
 from rl_megatron.backends.transformers_backend import TransformersBackend
-from rl_megatron.checkpoint.hf_shards import save_hf_shards
+from rl_megatron.checkpoint.hf_shards import WrittenShards
 from rl_megatron.checkpoint.pieces import PieceFiles, WrittenPieces
 from rl_megatron.checkpoint.saving import Saving, save_parts
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -70,11 +70,11 @@ class DeepSpeedBackend(TransformersBackend):
     def save(self, folder: Path, *, background: bool = False) -> PendingSave:
         """Write a Hugging Face model's weights, and the pieces of Adam's state; see
         `PolicyBackend`."""
-        save_hf_shards(folder, self.named_weights(), self.process)
+        weights = WrittenShards(folder, self.named_weights(), self.process)
         pieces = [] if self._state is None else list(self._state.pieces(is_loading=False))
         step = {_STEP: str(adam_step(self._engine))}
-        part = WrittenPieces(folder, self.process, pieces, step)
-        self._saving = save_parts(folder, self.process, [part], background=background)
+        state = WrittenPieces(folder, self.process, pieces, step)
+        self._saving = save_parts(folder, self.process, [state, weights], background=background)
         return self._saving
 
     def load(self, folder: Path) -> None:

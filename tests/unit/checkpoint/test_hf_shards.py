@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from rl_megatron.checkpoint.digest import folder_digest, tensors_digest
 from rl_megatron.checkpoint.hf_files import HFWeights
-from rl_megatron.checkpoint.hf_shards import save_hf_shards
+from rl_megatron.checkpoint.hf_shards import WrittenShards
 from rl_megatron.parallel.layout import Layout
 from rl_megatron.parallel.process import Process
 
@@ -21,8 +22,14 @@ WEIGHTS = {
 
 def save(folder, ranks):
     alone = Process(Layout(data=ranks), 0, torch.device("cpu"))
-    for rank in range(ranks):
-        save_hf_shards(folder, iter(WEIGHTS.items()), replace(alone, rank=rank))
+    parts = [
+        WrittenShards(folder, iter(WEIGHTS.items()), replace(alone, rank=rank))
+        for rank in range(ranks)
+    ]
+    for part in parts:
+        part.write()
+    for part in parts:
+        part.finish(None)
 
 
 def read(folder):
@@ -55,3 +62,10 @@ def test_shares_are_even_in_bytes(tmp_path):
     largest = max(weight.nbytes for weight in WEIGHTS.values())
     assert len(sizes) == 2 and max(sizes) - min(sizes) <= largest < whole
     assert all(path.stat().st_mode & 0o044 for path in tmp_path.glob("*.safetensors"))
+
+
+def test_a_rank_that_cannot_write_says_where(tmp_path):
+    alone = Process(Layout(), 0, torch.device("cpu"))
+    part = WrittenShards(tmp_path / "gone", iter(WEIGHTS.items()), alone)
+    with pytest.raises(OSError, match="gone/model.safetensors"):
+        part.write()
