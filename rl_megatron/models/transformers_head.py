@@ -44,7 +44,7 @@ class LogprobHead(nn.Module):
         config = model.config.get_text_config()
         self._scale = _logit_scale(config)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._temperature = temperature / self._scale
+        self.temperature = temperature
 
     @property
     def weight(self) -> nn.Parameter:
@@ -68,7 +68,7 @@ class LogprobHead(nn.Module):
             rows,
             weight,
             targets,
-            self._temperature,
+            self.temperature / self._scale,
             weight.shape[0],
             softcap=self._softcap,
             implementation=self._kernels,

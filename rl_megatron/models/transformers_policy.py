@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.kernels.linear_logprob import TokenGradient
+from rl_megatron.models.packed_attention import attend_by_sequence, packed_sequences
 from rl_megatron.models.transformers_head import LogprobHead, ScoreHead, trunk
 
 
@@ -36,6 +38,9 @@ class TransformersPolicy(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        attend_by_sequence(model)
+        arguments = inspect.signature(trunk(model).forward).parameters
+        self._takes_positions = "position_ids" in arguments
         is_language_model = model.get_output_embeddings() is not None
         self.head: LogprobHead | ScoreHead = (
             LogprobHead(model, temperature, head_kernels) if is_language_model else ScoreHead(model)
@@ -90,7 +95,9 @@ class TransformersPolicy(nn.Module):
         if batch.num_tokens == 0:
             return self._run(batch.tokens.new_zeros(1, 1))[0]
         if packed:
-            return self._run(batch.tokens[None], position_ids=batch.position_ids[None])[0]
+            places = {"position_ids": batch.position_ids[None]} if self._takes_positions else {}
+            with packed_sequences(batch.cu_seqlens.unique().tolist()):
+                return self._run(batch.tokens[None], **places)[0]
         # Padding stands to the right of every sequence, where causal attention does not look.
         padded = pad_sequence(batch.tokens.split(batch.lengths.tolist()), batch_first=True)
         columns = torch.arange(padded.shape[1], device=padded.device)

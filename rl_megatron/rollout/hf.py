@@ -56,6 +56,9 @@ class HFEngine:
         self._max_concurrent = max_concurrent_sequences
         self._device = process.device
         self._policy_version = 0
+        self._is_checked = False
+        if not owns_model:
+            self._check_cache()
 
     @torch.inference_mode()
     def generate(
@@ -72,6 +75,7 @@ class HFEngine:
         """Copy the weights in, or only note the version, if the model is the trainer's."""
         if self._owns_model:
             set_weights(self._model, weights)
+            self._check_cache()
         self._policy_version = policy_version
 
     def sleep(self) -> None:
@@ -87,6 +91,28 @@ class HFEngine:
     def close(self) -> None:
         """Let go of the model."""
         del self._model, self._head
+
+    @torch.inference_mode()
+    def _check_cache(self) -> None:
+        """Refuse, once, a model whose log-probs with a cache are not those of whole sequences."""
+        if self._is_checked:
+            return
+        prompts = [Prompt(size, tuple(range(3, 3 + size)), "") for size in (9, 4)]
+        sampling = Sampling(temperature=1.0, max_response_tokens=4, stop_token_ids=())
+        wave = make_requests(prompts, 1, seed=0)
+        self._run_wave(wave, sampling)
+        far_off = 1e-3 if self._model.dtype == torch.float32 else 0.2
+        for request in wave:
+            ids = torch.tensor([*request.prompt.token_ids, *request.response_ids])
+            hidden = trunk(self._model)(ids[None].to(self._device), use_cache=False)
+            rows = self._head.logits()(hidden.last_hidden_state[0, -5:-1]).log_softmax(1).cpu()
+            expected = rows.gather(1, ids[-4:, None])[:, 0]
+            if (expected - torch.tensor(request.logprobs)).abs().mean() > far_off:
+                raise ConfigError(
+                    f"rollout.engine = 'hf': model_type {self._model.config.model_type} has other "
+                    "log-probs with transformers' cache than without; use another model"
+                )
+        self._is_checked = True
 
     def _run_wave(self, wave: list[Request], sampling: Sampling) -> None:
         """Sample all responses of a wave to their ends."""

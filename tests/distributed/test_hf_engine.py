@@ -9,7 +9,7 @@ from rl_megatron.interfaces.records import Prompt
 from rl_megatron.models.transformers_bare import bare_transformers_model
 from rl_megatron.models.transformers_model import load_transformers_model, named_weights
 from rl_megatron.parallel.layout import Layout
-from rl_megatron.parallel.process import Process, start_single
+from rl_megatron.parallel.process import Process, start_data_parallel
 from rl_megatron.rollout.hf import HFEngine
 from tests.helpers import engine_contract
 from tests.helpers.backend_contract import OPTIMIZER, TEMPERATURE, WHOLE
@@ -36,11 +36,8 @@ def decode(ids):
 
 def start():
     """This rank for itself, and as one of the data-parallel ranks of the job."""
-    alone = start_single()
-    world = torch.distributed.group.WORLD
-    layout = Layout(data=world.size())
-    groups = {"data_group": world, "replica_group": world}
-    return alone, Process(layout, alone.rank, alone.device, **groups)
+    process = start_data_parallel()
+    return Process(Layout(), process.rank, process.device), process
 
 
 def contract_job(check, folder, owns_model):
@@ -70,9 +67,9 @@ def generate_job(folder, prompts, group_size, at_once):
     """The rollouts, and the forward passes that this rank made for them."""
     _, process = start()
     model = load_transformers_model(folder, torch.float32, process.device)
+    engine = HFEngine(model, process, decode, at_once)
     passes = []
     model.base_model.register_forward_pre_hook(lambda *_: passes.append(1))
-    engine = HFEngine(model, process, decode, at_once)
     return engine.generate(prompts, make_sampling(), group_size, seed=3), len(passes)
 
 

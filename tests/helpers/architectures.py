@@ -64,6 +64,32 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+# Not to be trained packed, not to be sampled from, or not with attention of ours.
+PECULIAR: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "bloom": {"n_head": 4},
+    "falcon": {"ffn_hidden_size": 48},
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "attention_chunk_size": 5,
+        "intermediate_size_mlp": 48,
+    },
+    "mamba": {"state_size": 8},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "rwkv": {"attention_hidden_size": 32},
+}
+
+
 def make_architecture(folder: Path, model_type: str, seed: int = 0, **settings: Any) -> Path:
     """`folder` with a random model and a tokenizer; see `tiny_architecture`."""
     tiny_architecture(model_type, seed, **settings).save_pretrained(folder)
@@ -73,7 +99,7 @@ def make_architecture(folder: Path, model_type: str, seed: int = 0, **settings: 
 
 def tiny_architecture(model_type: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     """A random model of which no distribution is flat, in float32."""
-    sizes = _SIZES | ARCHITECTURES[model_type] | settings
+    sizes = _SIZES | (ARCHITECTURES | PECULIAR)[model_type] | settings
     config = AutoConfig.for_model(model_type, **sizes)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)

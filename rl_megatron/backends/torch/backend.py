@@ -25,6 +25,7 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.objective import Objective
 from rl_megatron.interfaces.protocols import PendingSave
 from rl_megatron.kernels.linear_logprob import TokenGradient
+from rl_megatron.models.self_check import check_policy
 from rl_megatron.models.transformers_model import (
     file_weights,
     load_transformers_model,
@@ -72,6 +73,7 @@ class TorchBackend(TransformersBackend):
         policy = TransformersPolicy(self.model, temperature, head_kernels)
         if recompute == "full":
             policy.recompute_layers()
+        check_policy(policy, micro_batching.packed, process.device)
         super().__init__(policy, process, micro_batching, one_pass)
         self._offloaded = Offloaded()
         self._optimizer: MainWeightAdamW | None = None
@@ -124,7 +126,7 @@ class TorchBackend(TransformersBackend):
         self._optimizer = None
 
     def _run(self, batch: PackedBatch, gradient: TokenGradient | None) -> tuple[Tensor, ...]:
-        result: tuple[Tensor, ...] = self.module(batch, gradient=gradient)
+        result: tuple[Tensor, ...] = self.module(batch, self.micro_batching.packed, gradient)
         return result
 
     def _named_main_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -7,14 +7,18 @@ import torch
 
 from rl_megatron.backends.torch import TorchBackend
 from rl_megatron.data.packing import pack_rollouts
-from rl_megatron.errors import CheckpointError, NumericsError
+from rl_megatron.errors import CheckpointError, ConfigError, NumericsError
 from rl_megatron.interfaces.records import Prompt, Sampling
 from rl_megatron.models.transformers_bare import bare_transformers_model
-from rl_megatron.models.transformers_model import load_transformers_model, named_weights
+from rl_megatron.models.transformers_model import (
+    as_we_run_it,
+    load_transformers_model,
+    named_weights,
+)
 from rl_megatron.parallel.process import start_data_parallel
 from rl_megatron.rollout.hf import HFEngine
-from tests.helpers.architectures import ARCHITECTURES, make_architecture
-from tests.helpers.backend_contract import OPTIMIZER, TEMPERATURE, WHOLE
+from tests.helpers.architectures import ARCHITECTURES, make_architecture, tiny_architecture
+from tests.helpers.backend_contract import CLOSE, OPTIMIZER, TEMPERATURE, WHOLE
 from tests.helpers.engine_contract import (
     ENGINE_CHECKS,
     PROMPTS,
@@ -24,6 +28,7 @@ from tests.helpers.engine_contract import (
     ids_of,
     make_sampling,
 )
+from tests.helpers.oracle import batch_logprobs
 from tests.helpers.tiny_model import LLAMA3_ROPE, make_tiny_hf
 
 
@@ -113,6 +118,7 @@ def test_ro_09_positions_count_real_tokens_only(folder, process):
     # Rotary positions are relative, so a shift of a whole row would not show in any log-prob.
     seen = []
     model = load(folder)
+    engine = HFEngine(model, process, decode, 64)
     model.base_model.register_forward_pre_hook(
         lambda _, args, more: seen.append((more["attention_mask"], more["position_ids"])),
         with_kwargs=True,
@@ -122,7 +128,7 @@ def test_ro_09_positions_count_real_tokens_only(folder, process):
         Prompt(row_id=1, token_ids=(60, 61, 62, 63, 64), text=""),
     ]
     sampling = make_sampling(stop_token_ids=(), max_response_tokens=3)
-    HFEngine(model, process, decode, 64).generate(prompts, sampling, 1, seed=0)
+    engine.generate(prompts, sampling, 1, seed=0)
     assert [mask[0].tolist() for mask, _ in seen] == [
         [0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]
     ]  # fmt: skip
@@ -202,3 +208,27 @@ def test_weights_that_are_not_finite_are_reported(folder, process):
 
 def test_no_prompts_give_no_rollouts(folder, process):
     assert ids_of(make(folder, process).generate([], make_sampling(), 4, seed=0)) == []
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba2", "gpt_oss", "opt", "llama4_text"])
+def test_logprobs_of_other_caches_are_those_of_the_model(model_type, process):
+    model = as_we_run_it(tiny_architecture(model_type))
+    engine = HFEngine(model, process, decode, 3)
+    batch = pack_rollouts(engine.generate(PROMPTS, make_sampling(), 4, seed=0))
+    expected = batch_logprobs(model, batch, TEMPERATURE).detach()
+    torch.testing.assert_close(batch.rollout_logprobs, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "model_type, said",
+    [
+        ("rwkv", "a state of its own in place"),
+        ("mamba", "other log-probs with transformers' cache"),
+    ],
+)
+def test_what_cannot_be_sampled_from_is_refused_at_once(model_type, said, process):
+    model = as_we_run_it(tiny_architecture(model_type))
+    with pytest.raises(
+        ConfigError, match=rf"rollout.engine = 'hf': model_type {model_type} .*{said}"
+    ):
+        HFEngine(model, process, decode, 64)
