@@ -22,6 +22,7 @@ from rl_megatron.data.packing import MicroBatching
 from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.interfaces.protocols import PendingSave
 from rl_megatron.kernels.linear_logprob import TokenGradient
+from rl_megatron.models.self_check import check_policy
 from rl_megatron.models.transformers_bare import bare_copy
 from rl_megatron.models.transformers_policy import TransformersPolicy
 from rl_megatron.parallel.process import Process
@@ -53,6 +54,7 @@ class DeepSpeedBackend(TransformersBackend):
         super().__init__(policy, process, micro_batching, one_pass)
         self._is_sharded = settings["zero_optimization"]["stage"] == 3
         self._engine = start_engine(policy, settings, optimizer)
+        check_policy(policy, micro_batching.packed, process.device, self._engine)
         self._state = None if optimizer is None else zero_state(self._engine, process)
         self._offloaded = Offloaded()
         self._saving: Saving | None = None
