@@ -44,12 +44,18 @@ def read_outline(hf_folder: Path) -> ModelOutline:
             f"{config.model_type!r}. Use another model."
         )
     text = config.get_text_config()
+    if text is not config:
+        raise CheckpointError(
+            f"{hf_folder}: model_type {config.model_type!r} holds more than a language model, and "
+            "only text is trained: nothing would reach the rest. Save its language model alone, as "
+            f"model_type {text.model_type!r}."
+        )
     try:
         return ModelOutline(
             family=config.model_type,
-            vocab_size=text.vocab_size,
-            hidden_size=text.hidden_size,
-            initializer_range=float(getattr(text, "initializer_range", 0.02)),
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            initializer_range=float(getattr(config, "initializer_range", 0.02)),
             scalar_head=has_scalar_head(given),
             settings={name: value for name, value in given.items() if name not in _NO_NUMBER},
         )

@@ -43,7 +43,7 @@ def read_shape(hf_folder: Path) -> ModelShape:
         raise CheckpointError(
             f"{hf_folder / 'config.json'}: model_type {model_type!r} is not a known family "
             f"({', '.join(FAMILIES)}). Use a model of one of these, add a family in "
-            "rl_megatron/models/families, or set backend=torch, which takes any."
+            "rl_megatron/models/families, or set backend=deepspeed, which takes any."
         )
     try:
         return FAMILIES[model_type].shape(config)

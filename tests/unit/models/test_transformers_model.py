@@ -136,6 +136,7 @@ def test_no_or_broken_files_are_errors(tmp_path):
         ("lamma", "cannot be read as a model's: .*model type `lamma`"),
         ("vit", "no causal language model of model_type 'vit'"),
         ("t5", "no causal language model of model_type 't5'"),
+        ("gemma3", "more than a language model, .* as model_type 'gemma3_text'"),
     ],
 )
 def test_what_is_no_language_model_is_an_error(model_type, said, tmp_path):
