@@ -298,7 +298,7 @@ def _transformers_rows() -> Iterator[Row]:
         return Row(title, Layout(data=ranks), split, model, **kind)
 
     padded = sequences(WHOLE, packed=False)
-    for split in (sequences(1), padded):
+    for split in (sequences(1, packed=False), padded):
         yield Row("torch", Layout(), split, backend="torch")
     for stage in (0, 1, 2, 3):
         yield row(stage, sequences(2))

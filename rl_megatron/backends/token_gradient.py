@@ -11,7 +11,11 @@ from rl_megatron.kernels.linear_logprob import TokenGradient
 
 
 def token_gradient(
-    objective: Objective, batch: PackedBatch, counts: Totals, predicted: Tensor
+    objective: Objective,
+    batch: PackedBatch,
+    counts: Totals,
+    predicted: Tensor,
+    factor: float = 1.0,
 ) -> TokenGradient:
     """Gradient of the loss with respect to log-prob and entropy, for any rows of a micro-batch.
 
@@ -20,6 +24,7 @@ def token_gradient(
         batch: The micro-batch.
         counts: Of the whole mini-batch.
         predicted: Token of the batch that each row predicts.
+        factor: The loss is multiplied by it before its backward pass.
 
     Returns:
         A function of rows [n], their log-probs [n] and entropies [n]; two gradients [n].
@@ -31,7 +36,7 @@ def token_gradient(
         with torch.enable_grad():
             output = ModelOutput(logprob.detach(), entropy.detach())
             outputs = (output.logprobs.requires_grad_(), output.entropy.requires_grad_())
-            loss = objective.loss(output, part, counts).loss
+            loss = factor * objective.loss(output, part, counts).loss
             found = torch.autograd.grad(loss, outputs, materialize_grads=True)
         return found[0], found[1]
 

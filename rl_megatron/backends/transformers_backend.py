@@ -38,6 +38,7 @@ class TransformersBackend(ABC):
         process: This rank.
         micro_batching: How sequences are put together for one forward pass.
         one_pass: Compute the gradient of the head in the forward pass, where the loss allows it.
+        loss_factor: What the loss is multiplied by before its backward pass.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class TransformersBackend(ABC):
         process: Process,
         micro_batching: MicroBatching,
         one_pass: bool = False,
+        loss_factor: float = 1.0,
     ) -> None:
         self.module = module
         self.process = process
         self.micro_batching = micro_batching
         self._one_pass = one_pass
+        self._loss_factor = loss_factor
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Log-prob of every response token of the whole batch; see `PolicyBackend`."""
@@ -78,9 +81,11 @@ class TransformersBackend(ABC):
             gradient = None
             if self._one_pass and objective.token_local:
                 predicted = torch.arange(1, micro_batch.num_tokens, device=self.process.device)
-                gradient = token_gradient(objective, micro_batch, counts, predicted)
+                gradient = token_gradient(
+                    objective, micro_batch, counts, predicted, self._loss_factor
+                )
             output = objective.loss(self._output(micro_batch, gradient), micro_batch, counts)
-            self._backward(output.loss, is_last=number == len(micro_batches))
+            self._backward(self._loss_factor * output.loss, is_last=number == len(micro_batches))
             shares = {LOSS_TOTAL: output.loss.detach(), **output.metrics}
             outputs.append({"shares": shares, "maxima": output.maxima})
         metrics = reduce_metrics(self.process, outputs)

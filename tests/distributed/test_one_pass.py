@@ -1,7 +1,5 @@
 """The head's gradient taken in the forward pass is that of the backward pass, on every layout."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from rl_megatron.data.packing import MicroBatching
 from rl_megatron.losses import dpo_objective, grpo_objective, sft_objective
 from tests.helpers.backend_contract import OPTIMIZER, lopsided_batch
 from tests.helpers.megatron_job import gradients_of, make_backend, start
+from tests.helpers.recomputed import count_recomputed
 from tests.helpers.tiny_model import make_tiny_hf
 
 NO_CLIPPING = OPTIMIZER.model_copy(update={"clip_grad": 0.0})
@@ -22,21 +21,6 @@ OBJECTIVES = {
     ),
 }
 SIZES = {"tp1": 1, "tp2": 2, "tp2-sp": 2, "cp2": 2, "pp2": 2, "cp2-tp2-sp": 4}
-
-
-def count_recomputed(monkeypatch):
-    """A list that gets a row for each time the backward pass computes logits anew."""
-    from rl_megatron.kernels.linear_logprob import one_pass, op
-
-    found = []
-
-    def counted(original, problem, *arguments):
-        found.append(len(problem.hidden))
-        return original(problem, *arguments)
-
-    for module in (one_pass, op):
-        monkeypatch.setattr(module, "add_gradients", partial(counted, module.add_gradients))
-    return found
 
 
 def steps_job(layout, folder, batch, kinds=tuple(OBJECTIVES)):

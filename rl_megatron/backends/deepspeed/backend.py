@@ -51,7 +51,10 @@ class DeepSpeedBackend(TransformersBackend):
         optimizer: OptimizerConfig | None = None,
         one_pass: bool = False,
     ) -> None:
-        super().__init__(policy, process, micro_batching, one_pass)
+        # The loss is a share of the mini-batch's: gradients of micro-batches and ranks add up.
+        # DeepSpeed divides them by the number of ranks, which is undone here.
+        ranks = process.layout.world_size
+        super().__init__(policy, process, micro_batching, one_pass, loss_factor=ranks)
         self._is_sharded = settings["zero_optimization"]["stage"] == 3
         self._engine = start_engine(policy, settings, optimizer)
         check_policy(policy, micro_batching.packed, process.device, self._engine)
@@ -114,10 +117,8 @@ class DeepSpeedBackend(TransformersBackend):
         return result
 
     def _backward(self, loss: Tensor, is_last: bool) -> None:
-        # The loss is a share of the mini-batch's: gradients of micro-batches and ranks add up.
-        # DeepSpeed divides them by the number of ranks, which is undone here.
         self._engine.set_gradient_accumulation_boundary(is_last)
-        self._engine.backward(loss * self.process.layout.world_size)
+        self._engine.backward(loss)
 
     def _gradient_norm(self) -> float:
         assert self._state is not None, "a frozen model has no optimizer"
