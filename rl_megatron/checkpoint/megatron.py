@@ -54,6 +54,8 @@ class MegatronWeights:
         arguments: dict[str, Any] = {"async_sharded_save": True}
         if plan is not None:
             arguments["sharded_strategy"] = plan
+            # Ranks that share a plan have compared their parts when it was made.
+            arguments["validate_access_integrity"] = plan.cached_central_plan is None
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
             arguments["async_strategy"] = "mcore"
         state = _state(chunks, {})

@@ -1,7 +1,6 @@
 """A checkpoint holds the moment it was asked for; what comes after its load is equal."""
 
 import random
-import time
 
 import pytest
 import torch
@@ -80,42 +79,6 @@ def test_rs_04_another_layout_goes_on_with_the_same_numbers(saved, resumed, fold
             assert row == pytest.approx(other, rel=1e-6, abs=1e-7)
         for name, value in weights.items():
             torch.testing.assert_close(weights_again[name], value, rtol=1e-5, atol=1e-6)
-
-
-def slow_disk_job(layout, hf, root, seconds):
-    """Weights and state of the optimizer at a save, and after its load: nothing was written yet
-    when the next step wanted to begin."""
-    from rl_megatron.checkpoint.publish import NewCheckpoint, iteration_folder
-    from rl_megatron.checkpoint.saving import Saving
-
-    process = start(layout)
-    backend = make_backend(hf, process)
-    step(backend)
-    kept = weights_of(backend)
-    write = Saving._write
-    Saving._write = lambda saving: (time.sleep(seconds), write(saving))[1]
-    try:
-        new = NewCheckpoint(root, 1, process)
-        saving = backend.save(new.aside, background=True)
-    finally:
-        Saving._write = write
-    after = step(backend), weights_of(backend)
-    saving.finish()
-    new.publish()
-    fresh = make_backend(hf, process)
-    fresh.load(iteration_folder(root, 1))
-    assert_same_weights(weights_of(fresh), kept)
-    again = step(fresh), weights_of(fresh)
-    assert again[0] == after[0]
-    assert_same_weights(again[1], after[1])
-    return True
-
-
-@pytest.mark.parametrize("layout", ["tp1", "dp2"])
-def test_a_step_waits_until_a_save_has_read_the_state(layout, folder, pool, tmp_path):
-    assert all(
-        pool(LAYOUTS[layout].world_size).run(slow_disk_job, layout, folder, tmp_path / "root", 2.0)
-    )
 
 
 def full_disk_job(layout, hf, root, background):

@@ -7,14 +7,17 @@ of a job run the same check; assertions hold on each of them.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rl_megatron.checkpoint.saving import Saving
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.errors import NumericsError
@@ -294,6 +297,35 @@ def check_saved_and_loaded_goes_on_to_the_bit(setup: BackendSetup) -> None:
     fresh.close()
 
 
+def check_a_step_waits_until_a_save_has_read_the_state(setup: BackendSetup) -> None:
+    """What is written in the background is the moment of the save, on a disk however slow."""
+    batch = make_batch(vocab_size=setup.vocab_size)
+    saved = setup.make(WHOLE, OPTIMIZER)
+    saved.train_step(batch, sft_objective(), lr=1e-2)
+    at_save = weights_of(saved)
+    folder = setup.empty_folder("slow")
+    write = Saving._write
+
+    def write_late(saving: Saving) -> list[Any]:
+        time.sleep(1.0)
+        return write(saving)
+
+    Saving._write = write_late  # type: ignore[method-assign]
+    try:
+        saving = saved.save(folder, background=True)
+    finally:
+        Saving._write = write  # type: ignore[method-assign]
+    metrics = saved.train_step(batch, sft_objective(), lr=1e-2)
+    saving.finish()
+    fresh = setup.make(WHOLE, OPTIMIZER)
+    fresh.load(folder)
+    assert_same_weights(weights_of(fresh), at_save)
+    assert fresh.train_step(batch, sft_objective(), lr=1e-2) == metrics
+    assert_same_weights(weights_of(fresh), weights_of(saved))
+    saved.close()
+    fresh.close()
+
+
 def check_named_weights_are_those_of_the_folder(setup: BackendSetup) -> None:
     """Every Hugging Face name once, bit by bit as loaded; other values after a step."""
     expected = {name: p.float() for name, p in oracle_model(setup.folder).named_parameters()}
@@ -332,6 +364,7 @@ BACKEND_CHECKS: list[Callable[[BackendSetup], None]] = [
     check_values_outside_the_mask_change_nothing,
     check_a_broken_step_is_not_taken,
     check_saved_and_loaded_goes_on_to_the_bit,
+    check_a_step_waits_until_a_save_has_read_the_state,
     check_named_weights_are_those_of_the_folder,
     check_offload_changes_nothing,
 ]

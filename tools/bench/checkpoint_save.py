@@ -1,6 +1,6 @@
 """How long a checkpoint keeps training waiting: written at once, and in the background.
 
-    python tools/bench/checkpoint_save.py [--json] [--hidden 512] [--layers 8]
+    python tools/bench/checkpoint_save.py [--json] [--hidden 1024] [--layers 8]
 
 One rank, SFT steps of a small Llama, a checkpoint and a step in each of a few rounds. "waits" is
 what the save itself takes from the loop; "share" is of the wait of the save at once; "step" is the
@@ -186,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", action="store_true", help="print rows of JSON")
     options = parser.parse_args()
