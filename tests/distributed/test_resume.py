@@ -129,8 +129,8 @@ def random_state_job(layout, root, is_resumed):
     )
 
     process = start(layout)
-    torch.manual_seed(100 + process.rank)
     seed_random_state(5 if is_resumed else 6, process)
+    torch.manual_seed(100 + process.rank)
     if is_resumed:
         load_random_state(root, process)
     else:
