@@ -1,8 +1,9 @@
-"""Attention of packed sequences in a transformers model: one call for each sequence, as if alone.
+"""Attention of packed sequences in a transformers model: each sequence as if alone.
 
 Sequences lie end to end in one row. transformers would mask all pairs of tokens in it; here each
 sequence has the mask that its layer would give it alone (causal, sliding window, chunks), and the
-same attention function that the model has anyway.
+same attention function that the model has anyway. Where that is the plain causal one, it is
+computed as in Megatron's models: sequences of similar length together (span_attention.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
+from rl_megatron.models.span_attention import span_attention
+from rl_megatron.models.spans import (
+    Block,
+    VariableLength,
+    as_variable_length,
+    find_spans,
+    make_blocks,
+)
+
 _bounds: ContextVar[list[int] | None] = ContextVar("bounds of packed sequences", default=None)
 
 
@@ -34,6 +44,22 @@ class SequenceMasks:
 
     bounds: list[int]
     masks: list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class CausalSequences:
+    """The same, where every sequence has the plain causal mask; see `InSpans`."""
+
+    blocks: list[Block]
+    restore: Tensor
+    variable_length: VariableLength | None
+
+    @classmethod
+    def within(cls, bounds: list[int], device: torch.device) -> CausalSequences:
+        """Those that lie between `bounds`."""
+        spans = find_spans(bounds, [(0, 0, bounds[-1])])
+        kernel = as_variable_length(spans, device) if device.type == "cuda" else None
+        return cls(*make_blocks(spans, device), kernel)
 
 
 def attend_by_sequence(model: PreTrainedModel) -> None:
@@ -56,19 +82,30 @@ def packed_sequences(bounds: list[int]) -> Iterator[None]:
         _bounds.reset(token)
 
 
-def _masks_with(make_mask: Callable[..., Tensor | None]) -> Callable[..., Any]:
-    """How a model makes its masks, by the function of the attention that it has anyway."""
+def _masks_with(make_mask: Callable[..., Tensor | None], may_join: bool) -> Callable[..., Any]:
+    """How a model makes its masks, by the function of the attention that it has anyway.
 
-    def masks(**settings: Any) -> Tensor | SequenceMasks | None:
+    Args:
+        make_mask: That function.
+        may_join: Sequences with the plain causal mask may be computed together.
+    """
+
+    def masks(**settings: Any) -> Tensor | SequenceMasks | CausalSequences | None:
         bounds = _bounds.get()
         if bounds is None:
             return make_mask(**settings)
-        found = []
-        for start, end in zip(bounds, bounds[1:], strict=False):
+
+        def mask_of(start: int, end: int) -> Tensor | None:
             part = {"q_length": end - start, "kv_length": end - start}
             part |= {"q_offset": start, "kv_offset": start}
-            found.append(make_mask(**settings | part | {"allow_is_causal_skip": False}))
-        return SequenceMasks(bounds, [_or_causal(mask) for mask in found])
+            return _or_causal(make_mask(**settings | part | {"allow_is_causal_skip": False}))
+
+        sequences = list(zip(bounds, bounds[1:], strict=False))
+        # Windows and chunks show in the longest sequence, if in any.
+        longest = mask_of(*max(sequences, key=lambda sequence: sequence[1] - sequence[0]))
+        if longest is None and may_join:
+            return CausalSequences.within(bounds, settings["device"])
+        return SequenceMasks(bounds, [mask_of(*sequence) for sequence in sequences])
 
     return masks
 
@@ -92,6 +129,8 @@ def _attention_with(choose: Callable[[nn.Module], Callable[..., Any]]) -> Callab
         **settings: Any,
     ) -> Any:
         function, mask = choose(module), attention_mask
+        if isinstance(mask, CausalSequences):
+            return _joined(query, key, value, mask, settings), None
         if not isinstance(mask, SequenceMasks):
             return function(module, query, key, value, mask, **settings)
         if settings.get("position_bias") is not None:
@@ -105,13 +144,24 @@ def _attention_with(choose: Callable[[nn.Module], Callable[..., Any]]) -> Callab
     return attend
 
 
+def _joined(
+    query: Tensor, key: Tensor, value: Tensor, mask: CausalSequences, settings: dict[str, Any]
+) -> Tensor:
+    """[1, T, heads, head_dim] from queries, keys and values [1, heads, T, head_dim]."""
+    if settings.get("position_bias") is not None:
+        raise NotImplementedError("a bias of positions is of a whole row")
+    scale = settings.get("scaling") or query.shape[-1] ** -0.5
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return span_attention(*rows, mask, scale)[None]
+
+
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
     """The plain attention of an architecture: each of transformers' files has its own."""
     function: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
     return function
 
 
-AttentionMaskInterface.register("sdpa_by_sequence", _masks_with(sdpa_mask))
-AttentionMaskInterface.register("eager_by_sequence", _masks_with(eager_mask))
+AttentionMaskInterface.register("sdpa_by_sequence", _masks_with(sdpa_mask, may_join=True))
+AttentionMaskInterface.register("eager_by_sequence", _masks_with(eager_mask, may_join=False))
 AttentionInterface.register("sdpa_by_sequence", _attention_with(lambda _: sdpa_attention_forward))
 AttentionInterface.register("eager_by_sequence", _attention_with(_eager_of))

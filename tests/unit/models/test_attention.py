@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from rl_megatron.models.attention import cached_attention, packed_attention, rotate
+from rl_megatron.models.attention import cached_attention, rotate
 from rl_megatron.models.sequence import packed_context
+from rl_megatron.models.span_attention import span_attention
 
 HEAD_DIM = 8
 FREQUENCIES = 1.0 / 100.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
@@ -37,7 +38,7 @@ def make_inputs(num_tokens, heads, kv_heads, dtype=torch.float32, seed=0):
 def attend(inputs, lengths, scale=0.3):
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     context = packed_context(bounds, FREQUENCIES, torch.device("cpu"))
-    return packed_attention(*inputs, context, scale)
+    return span_attention(*inputs, context, scale)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
@@ -104,7 +105,7 @@ def test_garbage_in_one_sequence_stays_there():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-def test_cached_attention_is_the_last_row_of_packed_attention(heads, kv_heads):
+def test_cached_attention_is_the_last_row_of_span_attention(heads, kv_heads):
     lengths = [1, 7, 30, 2]
     parts = [make_inputs(n, heads, kv_heads, seed=n) for n in lengths]
     # What lies behind the new token in the cache is left from another sequence.

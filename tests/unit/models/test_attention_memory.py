@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_megatron.models.attention import packed_attention
 from rl_megatron.models.sequence import SequenceContext
+from rl_megatron.models.span_attention import span_attention
 from rl_megatron.models.spans import find_spans, make_blocks
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -45,7 +45,7 @@ def forward_and_backward(lengths, pieces):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = packed_attention(*inputs, SequenceContext(blocks=blocks, restore=restore), 0.25)
+        output = span_attention(*inputs, SequenceContext(blocks=blocks, restore=restore), 0.25)
     output.sum().backward()
     return sum(kept.values())
 

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from rl_megatron.models import attention
-from rl_megatron.models.attention import packed_attention
+from rl_megatron.models import span_attention as span_attention_module
 from rl_megatron.models.sequence import SequenceContext, packed_context
+from rl_megatron.models.span_attention import span_attention
 from rl_megatron.models.spans import as_variable_length, find_spans, make_blocks
 
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_the_ranks_of_a_context_group_together_compute_the_whole(lengths, size):
     total = sum(lengths)
     query, key, value = (torch.randn(total, n, 8, generator=generator) for n in (4, 2, 2))
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    whole = packed_attention(query, key, value, packed_context(bounds, torch.ones(4), CPU), 0.3)
+    whole = span_attention(query, key, value, packed_context(bounds, torch.ones(4), CPU), 0.3)
     chunks = torch.arange(total).view(2 * size, -1)
     for rank in range(size):
         local = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
@@ -105,7 +105,7 @@ def test_the_ranks_of_a_context_group_together_compute_the_whole(lengths, size):
         pieces.append((half, int(local[half]), int(local[half]) + half))
         blocks, restore = make_blocks(find_spans(bounds.tolist(), pieces), CPU)
         context = SequenceContext(blocks=blocks, restore=restore)
-        part = packed_attention(query[local], key, value, context, 0.3)
+        part = span_attention(query[local], key, value, context, 0.3)
         torch.testing.assert_close(part, whole[local], atol=1e-6, rtol=1e-5)
 
 
@@ -137,8 +137,8 @@ def test_the_kernel_of_a_gpu_is_given_the_same_spans(lengths, pieces, monkeypatc
     spans = find_spans(bounds, pieces)
     blocks, restore = make_blocks(spans, CPU)
     context = SequenceContext(blocks=blocks, restore=restore)
-    expected = packed_attention(query[local], key, value, context, 0.3)
-    monkeypatch.setattr(attention, "varlen_attn", plain_variable_length)
+    expected = span_attention(query[local], key, value, context, 0.3)
+    monkeypatch.setattr(span_attention_module, "varlen_attn", plain_variable_length)
     context.variable_length = as_variable_length(spans, CPU)
-    found = packed_attention(query[local], key, value, context, 0.3)
+    found = span_attention(query[local], key, value, context, 0.3)
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
