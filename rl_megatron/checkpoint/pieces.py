@@ -148,11 +148,6 @@ class PieceFiles:
         for file in self._files:
             file.__exit__(kind, error, trace)
 
-    @property
-    def names(self) -> frozenset[str]:
-        """All parameters."""
-        return frozenset(self._num_shards)
-
     def num_shards(self, name: str) -> int:
         """How many tensor-parallel shards a parameter was saved in.
 
@@ -176,10 +171,6 @@ class PieceFiles:
         if (name, shard) not in self._shapes:
             raise self._gap(f"shard {shard} of {name}")
         return self._shapes[name, shard]
-
-    def fields(self, name: str) -> frozenset[str]:
-        """What there is of a parameter: "main", "exp_avg", ..."""
-        return frozenset(field for held, field, _ in self._parts if held == name)
 
     def fill(self, piece: Piece) -> None:
         """Read into the tensors of `piece`, whose shards are those that were saved.
