@@ -18,8 +18,6 @@ from rl_megatron.models.transformers_policy import TransformersPolicy
 
 # The second sequence is far from the place where it would begin alone.
 _LENGTHS = [40, 8]
-# Difference that is no rounding; the second number in half precision.
-_FAR_OFF, _FAR_OFF_IN_HALF = 1e-3, 0.2
 
 
 def check_policy(
@@ -42,29 +40,34 @@ def check_policy(
     """
     run = run or policy
     batch = _random_batch(policy.model.config.get_text_config().vocab_size)
-    far_off = _FAR_OFF if policy.model.dtype == torch.float32 else _FAR_OFF_IN_HALF
+    limit = largest_rounding(policy.model.dtype)
     family = f"model_type {policy.model.config.model_type}"
     with torch.no_grad():
         parts = [batch.select([i]).to(device) for i in range(len(_LENGTHS))]
         alone = torch.cat([run(part)[0] for part in parts])
         padded = run(batch.to(device))[0]
-        if _distance(padded, alone) > far_off:
+        if _distance(padded, alone) > limit:
             raise CheckpointError(
                 f"{family}: a sequence sees what stands to the right of it. Only causal models can "
                 "be trained."
             )
         if isinstance(policy.head, LogprobHead):
             own = torch.cat([_own_logprobs(policy, policy.head, part) for part in parts])
-            if _distance(own, alone) > far_off:
+            if _distance(own, alone) > limit:
                 raise CheckpointError(
                     f"{family}: its head does more than a product with its weight, and what is not "
                     "known. Use another model."
                 )
-        if packed and _distance(_packed(run, batch.to(device), family), alone) > far_off:
+        if packed and _distance(_packed(run, batch.to(device), family), alone) > limit:
             raise ConfigError(
                 f"train.packed = true: sequences of {family} see each other when packed; set "
                 "train.packed=false"
             )
+
+
+def largest_rounding(dtype: torch.dtype) -> float:
+    """Mean difference of log-probs, in a model of this dtype, above which it is none."""
+    return 1e-3 if dtype == torch.float32 else 0.2
 
 
 def _random_batch(vocab_size: int) -> PackedBatch:
@@ -88,7 +91,10 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 def _own_logprobs(policy: TransformersPolicy, head: LogprobHead, batch: PackedBatch) -> Tensor:
     """[T] of one sequence, as transformers has them."""
-    logits = policy.model(batch.tokens[None], use_cache=False).logits[0, :-1].float()
+    tokens = batch.tokens[None]
+    # No token is padding, whatever its id.
+    output = policy.model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    logits = output.logits[0, :-1].float()
     logprobs = (logits / head.temperature).log_softmax(1).gather(1, batch.tokens[1:, None])
     return torch.nn.functional.pad(logprobs[:, 0], (1, 0))
 

@@ -110,6 +110,11 @@ def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def named_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Everything that a checkpoint holds, under its name in the model: parameters, then buffers."""
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    yield from saved_buffers(model)
+
+
+def saved_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that are weights, such as the bias that balances experts; most are none."""
     saved = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 

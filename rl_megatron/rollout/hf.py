@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rl_megatron.errors import ConfigError
 from rl_megatron.interfaces.records import Prompt, Rollout, Sampling
+from rl_megatron.models.self_check import largest_rounding
 from rl_megatron.models.transformers_bare import give_memory_back, take_memory
 from rl_megatron.models.transformers_head import LogprobHead, trunk
 from rl_megatron.models.transformers_model import set_weights
@@ -101,13 +102,13 @@ class HFEngine:
         sampling = Sampling(temperature=1.0, max_response_tokens=4, stop_token_ids=())
         wave = make_requests(prompts, 1, seed=0)
         self._run_wave(wave, sampling)
-        far_off = 1e-3 if self._model.dtype == torch.float32 else 0.2
+        limit = largest_rounding(self._model.dtype)
         for request in wave:
             ids = torch.tensor([*request.prompt.token_ids, *request.response_ids])
             hidden = trunk(self._model)(ids[None].to(self._device), use_cache=False)
             rows = self._head.logits()(hidden.last_hidden_state[0, -5:-1]).log_softmax(1).cpu()
             expected = rows.gather(1, ids[-4:, None])[:, 0]
-            if (expected - torch.tensor(request.logprobs)).abs().mean() > far_off:
+            if (expected - torch.tensor(request.logprobs)).abs().mean() > limit:
                 raise ConfigError(
                     f"rollout.engine = 'hf': model_type {self._model.config.model_type} has other "
                     "log-probs with transformers' cache than without; use another model"
