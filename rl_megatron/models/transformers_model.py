@@ -49,6 +49,7 @@ def load_transformers_model(
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # Which are named below.
             **more,
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
@@ -64,6 +65,11 @@ def load_transformers_model(
     if missing := sorted(missing):
         raise CheckpointError(
             f"{folder} lacks {', '.join(missing)}, which config.json asks for. Copy it again."
+        )
+    for name, held, wanted in sorted(info["mismatched_keys"]):
+        raise CheckpointError(
+            f"{folder} holds {name} of shape {list(held)}, and config.json asks for "
+            f"{list(wanted)}. Copy it again."
         )
     if unexpected := sorted(unexpected):
         raise CheckpointError(
