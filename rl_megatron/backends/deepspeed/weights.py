@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from rl_megatron.backends.deepspeed.library import load_deepspeed
 from rl_megatron.checkpoint.hf_files import HFWeights
-from rl_megatron.models.families import read_shape
 from rl_megatron.models.fresh_head import HEAD, SCORE
+from rl_megatron.models.outline import read_outline
 from rl_megatron.models.transformers_bare import bare_transformers_model
-from rl_megatron.models.transformers_model import file_weights
+from rl_megatron.models.transformers_model import file_weights, named_tensors, saved_buffers
 from rl_megatron.parallel.process import Process
 
 
@@ -41,6 +41,8 @@ def whole_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         with gathered(parameter):
             yield from file_weights(model, name, parameter.detach())
+    for name, buffer in saved_buffers(model):
+        yield from file_weights(model, name, buffer)
 
 
 def load_sharded(
@@ -55,7 +57,7 @@ def load_sharded(
     The first rank reads, and no rank ever holds more than one module's weights whole. None where
     transformers makes its weights from others in the files.
     """
-    is_reward_model = head is not None or read_shape(folder).scalar_head
+    is_reward_model = head is not None or read_outline(folder).scalar_head
     model = bare_transformers_model(folder, dtype, process.device, is_reward_model)
     given = {} if head is None else {SCORE: head}
     with HFWeights(folder) as files:
@@ -73,8 +75,8 @@ def _are_those_of(files: HFWeights, model: PreTrainedModel, given: Mapping[str, 
     """Whether the files hold the model's weights under its names, but for those that are given."""
     wanted = {
         file_name: tuple(part.shape)
-        for name, parameter in model.named_parameters()
-        for file_name, part in file_weights(model, name, parameter.to("meta"))
+        for name, tensor in named_tensors(model)
+        for file_name, part in file_weights(model, name, tensor.to("meta"))
         if file_name not in given
     }
     held = {name: files.record(name).shape for name in files.names}
@@ -106,6 +108,14 @@ def _shard(
             module._parameters[key] = made[id(parameter)]
         # Sends the first rank's values to the others.
         zero.Init(module=module, config_dict_or_path=settings, mem_efficient_linear=False)
+    _fill_buffers(model, read)
+
+
+def _fill_buffers(model: PreTrainedModel, read: Callable[[str], Tensor]) -> None:
+    """They are small, and whole on every rank."""
+    for name, buffer in saved_buffers(model):
+        for file_name, part in file_weights(model, name, buffer):
+            part.copy_(read(file_name))
 
 
 def read_weights(model: PreTrainedModel, folder: Path, process: Process) -> None:
@@ -120,3 +130,4 @@ def read_weights(model: PreTrainedModel, folder: Path, process: Process) -> None
                 if process.is_main or not hasattr(parameter, "ds_id"):
                     for file_name, part in file_weights(model, name, parameter.detach()):
                         part.copy_(files.read(file_name, (slice(None),)))
+        _fill_buffers(model, lambda name: files.read(name, (slice(None),)))
