@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from rl_megatron.checkpoint.digest import folder_digest
 from rl_megatron.checkpoint.pieces import PieceFiles
@@ -117,12 +118,13 @@ def _go_on(backend):
     return before, metrics["loss/total"], weights_of(backend)
 
 
-def whole_state(folder: Path):
+def whole_state(folder: Path, model_folder: Path):
     """Main weights and moments by parameter, put together from all files."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
     with PieceFiles(folder) as files:
         return files.metadata, {
-            (name, field): files.shard(name, field, 0)
-            for name in files.names
+            (name, field): files.shard(f"model.{name}", field, 0)
+            for name, _ in model.named_parameters()
             for field in ("main", "exp_avg", "exp_avg_sq")
         }
 
@@ -160,14 +162,14 @@ def test_what_one_job_saved_another_goes_on_with(saver, loader, folders, saved, 
     folder, (weights, loss, after) = saved(*saver)
     again = tmp_path / "again"
     ranks, stage = loader
-    metadata, expected = whole_state(folder)
+    metadata, expected = whole_state(folder, folders["qwen3_moe"])
     for found in pool(ranks).run(load_job, stage, folders["qwen3_moe"], folder, again):
         assert all(torch.equal(found[0][name], value) for name, value in weights.items())
         assert found[1] == pytest.approx(loss, rel=1e-6)
         if saver == loader:
             assert found[1] == loss
             assert all(torch.equal(found[2][name], value) for name, value in after.items())
-    state = whole_state(again)
+    state = whole_state(again, folders["qwen3_moe"])
     assert state[0] == metadata == {"step": "2"}
     assert state[1].keys() == expected.keys()
     assert [key for key, value in expected.items() if not torch.equal(state[1][key], value)] == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -173,30 +174,46 @@ class _Sharded:
         self._optimizer._overflow_clean_up(1.0)
 
     def pieces(self, *, is_loading: bool) -> Iterator[Piece]:
-        del is_loading  # What it writes is what it reads.
-        optimizer = self._optimizer
-        for flat, parameters in zip(
-            optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True
-        ):
-            state = _adam_state(optimizer.optimizer, flat)
-            offset = 0
-            for parameter in parameters:
-                size = parameter.partition_numel()
-                start = self._process.rank * size
-                held = max(0, min(size, parameter.ds_numel - start))
-                tensors = {name: t.narrow(0, offset, held) for name, t in state.items()}
-                offset += size
-                if held:
-                    shape = tuple(parameter.ds_shape)
-                    yield Piece(self._names[id(parameter)], shape, start, tensors)
+        for number, parameters in enumerate(self._optimizer.fp16_groups):
+            with self._at_hand(number, changes=is_loading) as (state, stays):
+                offset = 0
+                for parameter in parameters:
+                    size = parameter.partition_numel()
+                    start = self._process.rank * size
+                    held = max(0, min(size, parameter.ds_numel - start))
+                    tensors = {name: t.narrow(0, offset, held) for name, t in state.items()}
+                    offset += size
+                    if not (stays or is_loading):
+                        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+                    if held:
+                        shape = tuple(parameter.ds_shape)
+                        yield Piece(self._names[id(parameter)], shape, start, tensors)
 
     def weights_changed(self) -> None:
         optimizer = self._optimizer
         optimizer._partition_all_parameters()
         for number in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+            with self._at_hand(number, changes=False):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+    @contextmanager
+    def _at_hand(self, number: int, *, changes: bool) -> Iterator[tuple[dict[str, Tensor], bool]]:
+        """Main weights and moments of a group, and whether they stay in memory afterwards.
+
+        One that is offloaded to nvme is in memory inside only, and written back if it `changes`.
+        """
+        optimizer = self._optimizer
+        waits_on_disk = optimizer._swappable_optimizer_subgroup(number)
+        if waits_on_disk:
+            optimizer._optimizer_states_and_gradient_swap_in(number)
+        flat = optimizer.fp32_partitioned_groups_flat[number]
+        yield _adam_state(optimizer.optimizer, flat), not waits_on_disk
+        if waits_on_disk and changes:
+            optimizer._optimizer_states_and_gradient_swap_out(number)
+        elif waits_on_disk:
+            optimizer._release_swap_buffers(number)
 
 
 def adam_step(engine: Any) -> int:
