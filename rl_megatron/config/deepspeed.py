@@ -28,7 +28,8 @@ class DeepSpeedConfig(Strict):
     """Where weights wait, if not on the device; with `zero_stage` 3."""
 
     nvme_path: str | None = None
-    """Folder on a fast local disk, for what is offloaded to nvme."""
+    """Folder on a fast local disk, for what is offloaded to nvme. DeepSpeed compiles its reader on
+    first use: a C++ compiler and libaio's headers must be there."""
 
     config_path: str | None = None
     """A JSON file of DeepSpeed's own settings, for whatever has no setting here. One that speaks of
