@@ -1,6 +1,6 @@
 """Memory of a rank under ZeRO: what is planned, and what a training step really takes.
 
-    python tools/bench/zero_memory.py [--json] [--hidden 512] [--layers 8] [--allowance 900]
+    python tools/bench/zero_memory.py [--json] [--hidden 512] [--layers 8] [--allowance 700]
 
 Each row starts its ranks anew, on the CPU, and trains a small Llama for two steps of SFT.
 "measured" is the most memory of a rank above that of one that has everything but the model. "plan"
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--allowance", type=int, default=500, help="MiB of a rank (%(default)s)")
+    parser.add_argument("--allowance", type=int, default=700, help="MiB of a rank (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--rank-of", nargs=3, metavar=("FOLDER", "STAGE", "MIB"), help="internal")
     options = parser.parse_args(arguments)
