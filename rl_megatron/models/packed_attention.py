@@ -129,12 +129,13 @@ def _attention_with(choose: Callable[[nn.Module], Callable[..., Any]]) -> Callab
         **settings: Any,
     ) -> Any:
         function, mask = choose(module), attention_mask
-        if isinstance(mask, CausalSequences):
-            return _joined(query, key, value, mask, settings), None
-        if not isinstance(mask, SequenceMasks):
+        if not isinstance(mask, CausalSequences | SequenceMasks):
             return function(module, query, key, value, mask, **settings)
         if settings.get("position_bias") is not None:
+            # Found when the model is tried, and told as a setting: see self_check.py.
             raise NotImplementedError("a bias of positions is of a whole row")
+        if isinstance(mask, CausalSequences):
+            return _joined(query, key, value, mask, settings.get("scaling")), None
         outputs = []
         for start, end, own in zip(mask.bounds, mask.bounds[1:], mask.masks, strict=False):
             part = (tensor[:, :, start:end] for tensor in (query, key, value))
@@ -145,14 +146,11 @@ def _attention_with(choose: Callable[[nn.Module], Callable[..., Any]]) -> Callab
 
 
 def _joined(
-    query: Tensor, key: Tensor, value: Tensor, mask: CausalSequences, settings: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, mask: CausalSequences, scale: float | None
 ) -> Tensor:
     """[1, T, heads, head_dim] from queries, keys and values [1, heads, T, head_dim]."""
-    if settings.get("position_bias") is not None:
-        raise NotImplementedError("a bias of positions is of a whole row")
-    scale = settings.get("scaling") or query.shape[-1] ** -0.5
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return span_attention(*rows, mask, scale)[None]
+    return span_attention(*rows, mask, scale or query.shape[-1] ** -0.5)[None]
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:

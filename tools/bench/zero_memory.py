@@ -187,7 +187,7 @@ def warm_up(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rl_megatron.backends.deepspeed.library import load_deepspeed
+    from rl_megatron.backends.deepspeed.package import load_deepspeed
 
     load_deepspeed()
     config = AutoConfig.from_pretrained(folder)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_megatron.backends.deepspeed.library import load_deepspeed
+from rl_megatron.backends.deepspeed.package import load_deepspeed
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.models.transformers_policy import TransformersPolicy
 
@@ -42,7 +42,7 @@ def start_engine(
     return engine
 
 
-def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+def _shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """Of the whole parameter, also where this rank holds only a part of it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
@@ -51,8 +51,8 @@ def _adam(policy: nn.Module, optimizer: OptimizerConfig, settings: dict[str, Any
     """AdamW; biases and norms have no weight decay."""
     parameters = list(policy.parameters())
     groups = [
-        {"params": [p for p in parameters if len(shape_of(p)) > 1]},
-        {"params": [p for p in parameters if len(shape_of(p)) <= 1], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(_shape_of(p)) > 1]},
+        {"params": [p for p in parameters if len(_shape_of(p)) <= 1], "weight_decay": 0.0},
     ]
     numbers: dict[str, Any] = {
         "lr": optimizer.lr,

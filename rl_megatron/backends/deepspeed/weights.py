@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rl_megatron.backends.deepspeed.library import load_deepspeed
+from rl_megatron.backends.deepspeed.package import load_deepspeed
 from rl_megatron.checkpoint.hf_files import HFWeights
 from rl_megatron.models.fresh_head import HEAD, SCORE
 from rl_megatron.models.outline import read_outline
