@@ -28,8 +28,9 @@ class DeepSpeedConfig(Strict):
     """Where weights wait, if not on the device; with `zero_stage` 3."""
 
     nvme_path: str | None = None
-    """Folder on a fast local disk, for what is offloaded to nvme. DeepSpeed compiles its reader on
-    first use: a C++ compiler and libaio's headers must be there."""
+    """Folder on a fast local disk, for what is offloaded to nvme; models, ranks and jobs may share
+    it. DeepSpeed compiles its reader on first use, which takes minutes: a C++ compiler and libaio's
+    headers must be there."""
 
     config_path: str | None = None
     """A JSON file of DeepSpeed's own settings, for whatever has no setting here. One that speaks of

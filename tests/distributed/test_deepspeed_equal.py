@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from rl_megatron.backends.deepspeed.package import require_disk_reader
 from rl_megatron.backends.torch import TorchBackend
 from rl_megatron.data.packing import MicroBatching
+from rl_megatron.errors import ConfigError
 from rl_megatron.losses import grpo_objective, reward_model_objective, sft_objective
 from rl_megatron.models.families import read_shape
 from rl_megatron.models.fresh_head import fresh_head
@@ -87,6 +90,10 @@ SAME_BITS = {
 @pytest.mark.parametrize("name", SAME_BITS)
 def test_where_things_wait_and_what_is_recomputed_changes_no_bit(name, folder, pool):
     stage, settings = SAME_BITS[name]
+    same_bits(stage, settings, folder, pool)
+
+
+def same_bits(stage, settings, folder, pool):
     batch = lopsided_batch(folder, paired=False)
     for plain, other in pool(2).run(step_job, stage, folder, batch, [{}, settings]):
         # On the host the squares of the gradient are added up in another order.
@@ -95,6 +102,86 @@ def test_where_things_wait_and_what_is_recomputed_changes_no_bit(name, folder, p
         assert other[0] == plain[0]
         assert_same_weights(other[1], plain[1])
         assert_same_weights(other[2], plain[2])
+
+
+@pytest.fixture(scope="module")
+def disk_reader():
+    """What DeepSpeed reads and writes disks with; it is compiled once, which takes minutes."""
+    start_data_parallel()
+    try:
+        require_disk_reader()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    AsyncIOBuilder().load(verbose=False)
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory):
+    """DeepSpeed keeps less than a MiB of a weight in memory: here a rank's embedding has more."""
+    return make_tiny_hf(tmp_path_factory.mktemp("wide"), "qwen3", width=0.15, vocab_size=17000)
+
+
+def on_disk(folder):
+    return {"nvme_path": str(folder), "offload_optimizer": "nvme", "offload_param": "nvme"}
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("place", ["offload_optimizer", "offload_param"])
+def test_what_waits_on_a_disk_is_the_same_to_the_bit(
+    place, disk_reader, wide_folder, pool, tmp_path
+):
+    config = on_disk(tmp_path) | {place: "none"}
+    same_bits(3, {"config": config}, wide_folder, pool)
+
+
+def disk_job(folder, scratch, saved):
+    """Bytes on the disk between two steps, the second one, and that of a backend that has read what
+    was saved between them; and what is on the disk at last. Another model is there all the time."""
+    from tests.helpers.deepspeed_job import make_deepspeed
+
+    process = start_data_parallel()
+
+    def make(**settings):
+        return make_deepspeed(folder, process, 3, config=on_disk(scratch), **settings)
+
+    def go_on(backend):
+        metrics = backend.train_step(make_batch(), sft_objective(), lr=1e-2)
+        return metrics, weights_of(backend)
+
+    def size():
+        process.barrier()
+        return sum(path.stat().st_size for path in scratch.rglob("*") if path.is_file())
+
+    first, frozen = make(), make(optimizer=None)
+    before = weights_of(frozen)
+    first.train_step(make_batch(), sft_objective(), lr=1e-2)
+    first.save(saved).finish()
+    written, unbroken = size(), go_on(first)
+    first.close()
+    second = make()
+    second.load(saved)
+    resumed = go_on(second)
+    assert_same_weights(weights_of(frozen), before)
+    second.close()
+    frozen.close()
+    process.barrier()
+    return written, unbroken, resumed, list(scratch.iterdir())
+
+
+@pytest.mark.timeout(1500)
+def test_what_waits_on_a_disk_is_saved_and_read(disk_reader, wide_folder, pool, tmp_path):
+    saved, scratch = tmp_path / "saved", tmp_path / "scratch"
+    saved.mkdir()
+    weights = load_file(wide_folder / "model.safetensors").values()
+    elements = sum(weight.numel() for weight in weights)
+    for written, unbroken, resumed, left in pool(2).run(disk_job, wide_folder, scratch, saved):
+        # Main weights and two moments, the policy's large weights and the frozen model's.
+        assert written > 4 * 4 * elements
+        assert resumed[0] == unbroken[0]
+        assert_same_weights(resumed[1], unbroken[1])
+        assert left == []
 
 
 def one_pass_job(folder, batch):

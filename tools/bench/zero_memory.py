@@ -1,14 +1,12 @@
 """Memory of a rank under ZeRO: what is planned, and what a training step really takes.
 
-    python tools/bench/zero_memory.py [--json] [--hidden 512] [--layers 8] [--allowance 700]
+    python tools/bench/zero_memory.py [--json] [--hidden 512] [--layers 8] [--allowance 500]
 
 Each row starts its ranks anew, on the CPU, and trains a small Llama for two steps of SFT.
-"measured" is the most memory of a rank above that of one that has everything but the model. "plan"
-is what the stages leave on a rank (Rajbhandari et al. 2020, section 5, for float32 weights). Of 16
-bytes for each parameter (weight, gradient, two moments of Adam), and 8 more from stage 1 on (main
-weight, and the gradient that a rank steps with), the ranks divide those that they share; besides
-there is what is whole for a moment, a bucket of gradients, and in stage 3 the largest module. Last,
-the first and the last row again with no more memory than the allowance: one must fail, one train.
+"measured" is the most memory that a rank held above what it had before there was a model. "plan" is
+what the stages leave on a rank (Rajbhandari et al. 2020, section 5, for float32 weights): the ranks
+divide what they share, and besides there is what is whole for a moment; see `plan_mib`. Last, the
+first and the last row again with no more memory than the allowance: one must fail, one train.
 """
 
 from __future__ import annotations
@@ -38,6 +36,9 @@ BUCKET_ELEMENTS = 1_000_000
 ROWS = ((0, 1), (0, 2), (1, 2), (2, 2), (3, 2), (1, 4), (2, 4), (3, 4))
 MIB = 2**20
 STATUS = Path("/proc/self/status")
+# glibc keeps what is freed for itself, in pieces that the next large tensor does not fit into; with
+# this it gives it back at once.
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "MALLOC_TRIM_THRESHOLD_": str(2**16)}
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Row:
 
 
 def plan_mib(stage: int, ranks: int, parameters: int, largest: int) -> float:
-    """Of a rank, in float32.
+    """The most of a rank, in float32, without activations.
 
     Args:
         stage: Of ZeRO.
@@ -65,15 +66,21 @@ def plan_mib(stage: int, ranks: int, parameters: int, largest: int) -> float:
         parameters: Of the model.
         largest: Of its largest module, which stage 3 gathers.
     """
-    weights, gradients, state = 4 * parameters, 4 * parameters, 8 * parameters
+    weights = gradients = main = stepped_with = 4 * parameters
+    moments = 8 * parameters
     if stage == 0:
         # Gradients are reduced in a copy.
-        return (weights + 2 * gradients + state) / MIB
-    state += 8 * parameters  # Main weights, and the gradient that is stepped with.
-    shared = state + (gradients if stage >= 2 else 0) + (weights if stage == 3 else 0)
-    whole = weights + gradients + state - shared
-    moment = 4 * 2 * BUCKET_ELEMENTS + (4 * 2 * largest if stage == 3 else 0)
-    return (whole + shared / ranks + moment) / MIB
+        return (weights + 2 * gradients + moments) / MIB
+    own = (main + moments) / ranks
+    buckets = 4 * 2 * BUCKET_ELEMENTS
+    if stage == 3:
+        own += (weights + gradients + stepped_with) / ranks
+        # A module's weights and gradients are whole while it is at work.
+        return (own + 2 * 4 * largest + buckets) / MIB
+    update = (gradients if stage == 1 else gradients / ranks) + stepped_with / ranks
+    # Afterwards gloo gathers the new weights in a copy.
+    gather = weights
+    return (weights + own + max(update, gather) + buckets) / MIB
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--allowance", type=int, default=700, help="MiB of a rank (%(default)s)")
+    parser.add_argument("--allowance", type=int, default=500, help="MiB of a rank (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--rank-of", nargs=3, metavar=("FOLDER", "STAGE", "MIB"), help="internal")
     options = parser.parse_args(arguments)
@@ -116,7 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_model(folder: Path, hidden: int, layers: int) -> tuple[int, int]:
     """Write a model with random weights; its parameters, and those of its largest module."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=3 * hidden,
@@ -133,7 +142,7 @@ def start_ranks(folder: Path, stage: int, ranks: int, allowance: int = 0) -> flo
     """MiB of the rank that takes the most; None if one of them could not train."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     job = [__file__, "--rank-of", str(folder), str(stage), str(allowance)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **GIVES_BACK, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, *job]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl_megatron.backends.deepspeed.engine import start_engine
+from rl_megatron.backends.deepspeed.scratch import Scratch
 from rl_megatron.backends.deepspeed.weights import read_weights, whole_weights
 from rl_megatron.backends.deepspeed.zero import adam_step, set_adam_step, zero_state
 from rl_megatron.backends.offload import Offloaded
@@ -40,6 +41,7 @@ class DeepSpeedBackend(TransformersBackend):
         settings: DeepSpeed's, from `engine_settings`.
         optimizer: Adam's settings; None for a frozen model.
         one_pass: Compute the gradient of the head in the forward pass, where the loss allows it.
+        scratch: The folder that `settings` offload to, if they do; removed by `close`.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class DeepSpeedBackend(TransformersBackend):
         settings: dict[str, Any],
         optimizer: OptimizerConfig | None = None,
         one_pass: bool = False,
+        scratch: Scratch | None = None,
     ) -> None:
         # The loss is a share of the mini-batch's: gradients of micro-batches and ranks add up.
         # DeepSpeed divides them by the number of ranks, which is undone here.
@@ -61,6 +64,7 @@ class DeepSpeedBackend(TransformersBackend):
         self._state = None if optimizer is None else zero_state(self._engine, process)
         self._offloaded = Offloaded()
         self._saving: Saving | None = None
+        self._scratch = scratch
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank; one at a time."""
@@ -111,6 +115,8 @@ class DeepSpeedBackend(TransformersBackend):
             self._engine.destroy()
         del self._engine, self.module
         self._state = None
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _run(self, batch: PackedBatch, gradient: TokenGradient | None) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = self._engine(batch, self.micro_batching.packed, gradient)

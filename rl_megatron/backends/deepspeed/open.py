@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from rl_megatron.backends.deepspeed.backend import DeepSpeedBackend
+from rl_megatron.backends.deepspeed.package import require_disk_reader
+from rl_megatron.backends.deepspeed.scratch import Scratch
 from rl_megatron.backends.deepspeed.weights import load_sharded
 from rl_megatron.config.deepspeed import DeepSpeedConfig, engine_settings
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -47,7 +49,13 @@ def open_deepspeed(
 
     Raises:
         CheckpointError: The folder cannot be read as such a model.
+        ConfigError: What is offloaded to nvme cannot be written there.
     """
+    scratch = None
+    if config.nvme_path is not None:
+        require_disk_reader()
+        scratch = Scratch(Path(config.nvme_path))
+        config = config.model_copy(update={"nvme_path": str(scratch.folder)})
     clip_grad = 0.0 if optimizer is None else optimizer.clip_grad
     name = str(dtype).removeprefix("torch.")
     settings = engine_settings(config, name, clip_grad, process.layout.world_size)
@@ -59,4 +67,4 @@ def open_deepspeed(
     policy = TransformersPolicy(model, temperature, head_kernels)
     if recompute == "full":
         policy.recompute_layers()
-    return DeepSpeedBackend(policy, process, micro_batching, settings, optimizer, one_pass)
+    return DeepSpeedBackend(policy, process, micro_batching, settings, optimizer, one_pass, scratch)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 import torch
+
+from rl_megatron.errors import ConfigError
 
 
 def load_deepspeed() -> ModuleType:
@@ -31,3 +36,23 @@ def load_deepspeed() -> ModuleType:
         backend = torch.distributed.get_backend()
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
     return deepspeed
+
+
+def require_disk_reader() -> None:
+    """Make sure that DeepSpeed can compile what it reads and writes disks with, on first use.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    load_deepspeed()
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        raise ConfigError(
+            "deepspeed.offload_optimizer or offload_param = 'nvme': DeepSpeed finds no headers of "
+            "libaio to compile its disk reader with; install libaio-dev (libaio-devel on Red Hat) "
+            "and a C++ compiler, or offload to cpu"
+        )
+    if shutil.which("ninja") is None:
+        # It was installed beside Python, in an environment that is not active.
+        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)

@@ -92,6 +92,7 @@ def _shard(
     process: Process,
 ) -> None:
     zero = load_deepspeed().zero
+    disk = _disk(model, settings, process.layout.world_size)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     # From the leaves up: what belongs to a module is sharded before the modules around it.
@@ -107,8 +108,33 @@ def _shard(
                 made[id(parameter)] = nn.Parameter(whole)
             module._parameters[key] = made[id(parameter)]
         # Sends the first rank's values to the others.
-        zero.Init(module=module, config_dict_or_path=settings, mem_efficient_linear=False)
+        zero.Init(
+            module=module,
+            config_dict_or_path=settings,
+            mem_efficient_linear=False,
+            param_swapper=disk,
+        )
     _fill_buffers(model, read)
+
+
+def _disk(model: PreTrainedModel, settings: dict[str, Any], ranks: int) -> Any:
+    """What keeps all weights of a model on a disk, or None where they stay in memory.
+
+    Each `zero.Init` without it would make its own, which empties the folder of the one before.
+    """
+    offload = settings["zero_optimization"]["offload_param"]
+    if offload["device"] != "nvme":
+        return None
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
+        AsyncPartitionedParameterSwapper,
+    )
+
+    largest = max(parameter.numel() for parameter in model.parameters())
+    fitting = {"buffer_size": -(-largest // ranks)} | offload
+    zero = settings["zero_optimization"] | {"offload_param": fitting}
+    config = DeepSpeedConfig(settings | {"zero_optimization": zero})
+    return AsyncPartitionedParameterSwapper(config, next(model.parameters()).dtype)
 
 
 def _fill_buffers(model: PreTrainedModel, read: Callable[[str], Tensor]) -> None:
