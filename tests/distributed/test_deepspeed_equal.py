@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_megatron.backends.deepspeed.package import require_disk_reader
+from rl_megatron.backends.deepspeed.package import load_disk_reader
 from rl_megatron.backends.torch import TorchBackend
 from rl_megatron.data.packing import MicroBatching
 from rl_megatron.errors import ConfigError
@@ -109,12 +109,9 @@ def disk_reader():
     """What DeepSpeed reads and writes disks with; it is compiled once, which takes minutes."""
     start_data_parallel()
     try:
-        require_disk_reader()
+        load_disk_reader()
     except ConfigError as error:
         pytest.skip(str(error))
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    AsyncIOBuilder().load(verbose=False)
 
 
 @pytest.fixture(scope="module")

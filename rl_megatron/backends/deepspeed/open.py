@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_megatron.backends.deepspeed.backend import DeepSpeedBackend
-from rl_megatron.backends.deepspeed.package import require_disk_reader
+from rl_megatron.backends.deepspeed.package import load_disk_reader
 from rl_megatron.backends.deepspeed.scratch import Scratch
 from rl_megatron.backends.deepspeed.weights import load_sharded
 from rl_megatron.config.deepspeed import DeepSpeedConfig, engine_settings
@@ -53,7 +53,7 @@ def open_deepspeed(
     """
     scratch = None
     if config.nvme_path is not None:
-        require_disk_reader()
+        load_disk_reader()
         scratch = Scratch(Path(config.nvme_path))
         config = config.model_copy(update={"nvme_path": str(scratch.folder)})
     clip_grad = 0.0 if optimizer is None else optimizer.clip_grad

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
-import shutil
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch.utils.cpp_extension import _get_build_directory
 
 from rl_megatron.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+# Torch's names of the extensions that it is made of.
+_DISK_READER = ("pin_memory", "async_io")
 
 
 def load_deepspeed() -> ModuleType:
@@ -27,9 +34,9 @@ def load_deepspeed() -> ModuleType:
     # Names of torch's collectives that DeepSpeed has not followed yet.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     import deepspeed
-    from deepspeed.utils import logger
+    from deepspeed.utils import logger as its_logger
 
-    logger.setLevel(logging.WARNING)
+    its_logger.setLevel(logging.WARNING)
     # Collectives of its inference on a CPU, used by nothing here, would be compiled first.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not deepspeed.comm.is_initialized():
@@ -38,11 +45,11 @@ def load_deepspeed() -> ModuleType:
     return deepspeed
 
 
-def require_disk_reader() -> None:
-    """Make sure that DeepSpeed can compile what it reads and writes disks with, on first use.
+def load_disk_reader() -> None:
+    """What DeepSpeed reads and writes disks with; the first time on a machine it is compiled.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: It cannot be.
     """
     load_deepspeed()
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -53,6 +60,21 @@ def require_disk_reader() -> None:
             "libaio to compile its disk reader with; install libaio-dev (libaio-devel on Red Hat) "
             "and a C++ compiler, or offload to cpu"
         )
-    if shutil.which("ninja") is None:
-        # It was installed beside Python, in an environment that is not active.
-        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
+    # The ninja that was installed beside Python, whose environment need not be active: another one
+    # would compile all of it again.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    folders = [Path(_get_build_directory(name, verbose=False)) for name in _DISK_READER]
+    with _one_at_a_time(folders):
+        if not (folders[-1] / f"{_DISK_READER[-1]}.so").exists():
+            logger.info("compiling DeepSpeed's disk reader, once; this takes minutes")
+        AsyncIOBuilder().load(verbose=False)
+
+
+@contextmanager
+def _one_at_a_time(folders: Sequence[Path]) -> Iterator[None]:
+    """Of all processes. Torch's own lock stays for ever where the one that compiled was killed."""
+    with (folders[0] / "rl_megatron.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for folder in folders:
+            (folder / "lock").unlink(missing_ok=True)
+        yield
