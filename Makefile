@@ -95,7 +95,7 @@ check-kernels: $(READY)
 	$(BIN)/python tools/aot_kernels.py
 
 chaos: $(READY)
-	@echo "chaos: $(N) kills of SFT, GRPO and DPO on two ranks (10 seconds each); in runs/chaos"
+	@echo "chaos: $(N) kills of SFT, reward models, DPO, KTO and GRPO on two ranks (10 seconds each); in runs/chaos"
 	$(BIN)/python tools/chaos.py --kills $(N)
 
 format: $(READY)

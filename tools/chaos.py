@@ -6,9 +6,10 @@
 
 Each recipe runs once unbroken, on the quickstart's task. Then it runs again and again, and in every
 attempt one random rank gets SIGKILL at a random moment, half of the time while a checkpoint is
-being written; the other ranks must end by themselves. Once a run is through, its weights,
-optimizer, metrics and rollouts must be those of the unbroken run, bit by bit. Ends with 1 on any
-difference. Everything is in runs/chaos, which is made anew each time.
+written, published or deleted; the other ranks must end by themselves. Once a run is through, its
+weights, optimizer, metrics and rollouts must be those of the unbroken run, bit by bit, and each
+attempt must go on from the last checkpoint that there was. Ends with 1 if anything is otherwise.
+Everything is in runs/chaos, which is made anew each time.
 """
 
 from __future__ import annotations
@@ -18,212 +19,146 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rl_megatron.checkpoint.publish import POINTER_FILE, iteration_folder, read_pointer  # noqa: E402
+from rl_megatron.checkpoint.publish import (  # noqa: E402
+    POINTER_FILE,
+    iteration_folder,
+    read_pointer,
+)
 from rl_megatron.checkpoint.run_state import STATE_FILE  # noqa: E402
 from rl_megatron.metrics.jsonl import read_jsonl  # noqa: E402
+from tools.chaos_runs import FOLDER, SMALL, SPLIT, TASK, ZERO_JSON, Attempt, Run  # noqa: E402
+from tools.chaos_watch import saved_step  # noqa: E402
 
-FOLDER = Path("runs/chaos")
-TASK = FOLDER / "task"
-RECIPES = ("sft", "reward_model", "grpo", "dpo", "kto")
-RANKS = 2
 # A rank in a collective finds by itself that another one is gone. One that still waits for it to
 # join the job does not: a launcher ends it, and so does this program.
 ALONE_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
-
-ANSWERED = [f"evaluation.data.path={TASK}/heldout.jsonl", "evaluation.max_rows=16"]
-SMALL = {
-    "sft": [
-        *ANSWERED,
-        f"data.train.path={TASK}/sft.jsonl",
-        "train.num_steps=12",
-        "train.global_batch_size=16",
-        "optimizer.lr_warmup_steps=2",
-    ],
-    "reward_model": [
-        f"data.train.path={TASK}/preferences.jsonl",
-        f"data.eval.path={TASK}/heldout_preferences.jsonl",
-        "train.num_steps=12",
-        "train.global_batch_size=8",
-    ],
-    "dpo": [
-        *ANSWERED,
-        f"data.train.path={TASK}/preferences.jsonl",
-        "data.eval=",
-        f"reference.cache={FOLDER}/cache",
-        "train.num_steps=12",
-        "train.global_batch_size=8",
-    ],
-    "kto": [
-        *ANSWERED,
-        f"data.train.path={TASK}/preferences.jsonl",
-        "data.eval=",
-        f"reference.cache={FOLDER}/kto_cache",
-        "train.num_steps=12",
-        "train.global_batch_size=8",
-    ],
-    "grpo": [
-        *ANSWERED,
-        f"data.train.path={TASK}/prompts.jsonl",
-        "train.num_rollout_batches=6",
-        "train.mini_batch_size=8",
-        "rollout.prompts_per_batch=4",
-        "rollout.group_size=4",
-        # Responses of a model that knows nothing differ in it.
-        "rewards=[{name: length, min_tokens: 8}]",
-        "loss.use_kl_loss=true",
-        "loss.kl_loss_type=k3",
-    ],
-}
-COMMON = [
-    f"model.path={TASK}/model",
-    "train.save_interval=1",
-    "train.eval_interval=4",
-]
-SPLIT = {
-    "megatron": ["parallel.tensor_model_parallel_size=2"],
-    "deepspeed": [
-        "backend=deepspeed",
-        "deepspeed.zero_stage=3",
-        f"deepspeed.config_path={TASK}/zero.json",
-    ],
-}
-# Small weights are shared too: the model has no others.
-ZERO_JSON = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+RUN_SECONDS = 600.0
+# Runs of a recipe that go wrong, after which it is left.
+MAX_FAILURES = 3
 
 
 @dataclass
 class Tally:
-    """What has happened so far."""
+    """What has happened so far; times in seconds.
 
+    Attributes:
+        goal: Kills after which runs are left alone.
+        resumed: First new steps that were seen of attempts that went on from a checkpoint.
+    """
+
+    goal: int = 0
     kills: int = 0
     in_saves: int = 0
     slowest_end: float = 0.0
+    resumed: int = 0
+    slowest_first_step: float = 0.0
     problems: list[str] = field(default_factory=list)
 
+    def take(self, attempt: Attempt) -> None:
+        """Note where an attempt that is over went on, and when it was a step further."""
+        saved, seconds = attempt.first_step.saved, attempt.first_step.seconds
+        if not saved or seconds is None:
+            return
+        self.resumed += 1
+        self.slowest_first_step = max(self.slowest_first_step, seconds)
+        if f"the run goes on after step {saved}," not in attempt.said():
+            self.problems.append(f"{attempt.run.folder}: does not go on after step {saved}")
 
-class Attempt:
-    """The ranks of one start of a recipe."""
-
-    def __init__(self, recipe: str, backend: str, folder: Path) -> None:
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            port = server.getsockname()[1]
-        script = [f"recipes/{recipe}/train.py", f"recipes/{recipe}/quickstart.yaml"]
-        settings = [*COMMON, *SMALL[recipe], *SPLIT[backend], f"output_dir={folder}"]
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        self.began = time.monotonic()
-        self._log = folder.with_suffix(".log").open("a", encoding="utf-8")
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, *script, *settings],
-                stdout=self._log,
-                stderr=self._log,
-                env={
-                    "OMP_NUM_THREADS": "1",
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT),
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(RANKS),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                },
-            )
-            for rank in range(RANKS)
+    def __str__(self) -> str:
+        lines = [
+            f"{self.kills} kills, {self.in_saves} of them while a checkpoint was written, "
+            "published or deleted",
+            f"the other ranks ended within {self.slowest_end:.1f} s of a kill",
+            f"{self.resumed} attempts went on from a checkpoint: first new step within "
+            f"{self.slowest_first_step:.1f} s of their start",
+            f"{len(self.problems)} problems",
         ]
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self.began
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all ranks have ended."""
-        return all(rank.poll() is not None for rank in self.ranks)
-
-    def end(self, alone_seconds: float) -> None:
-        """As a launcher does once a rank has failed: leave the others a moment, then end them."""
-        deadline = time.monotonic() + alone_seconds
-        while not self.is_over and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for rank in self.ranks:
-            rank.terminate()
-
-    def wait(self, patience_seconds: float) -> bool:
-        """Whether all ranks end in this time; those that do not are killed."""
-        deadline = time.monotonic() + patience_seconds
-        while not self.is_over and time.monotonic() < deadline:
-            time.sleep(0.01)
-        ended = self.is_over
-        for rank in self.ranks:
-            rank.kill()
-            rank.wait()
-        self._log.close()
-        return ended
-
-    @property
-    def codes(self) -> list[int | None]:
-        """Exit codes by rank."""
-        return [rank.returncode for rank in self.ranks]
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
 
-def run_unbroken(recipe: str, backend: str, folder: Path) -> float:
-    """Seconds that the run took."""
-    attempt = Attempt(recipe, backend, folder)
-    attempt.wait(600)
-    if any(attempt.codes):
-        raise SystemExit(f"{recipe} fails unbroken: see {folder.with_suffix('.log')}")
-    return attempt.seconds
+@dataclass
+class Rhythm:
+    """What an unbroken run was seen to do.
+
+    Attributes:
+        seconds: How long it took.
+        moments: Where files of a checkpoint changed: its number, and seconds since its save began.
+    """
+
+    seconds: float
+    moments: list[tuple[int, float]]
 
 
-def is_saving(folder: Path) -> bool:
-    """Whether a checkpoint is being written."""
-    return any((folder / "checkpoints").glob("iter_*.tmp"))
+def run_unbroken(run: Run) -> Rhythm | None:
+    """What the run does when it is left alone; None if it fails."""
+    attempt, moments, iteration, changed = Attempt(run), [], 0, 0.0
+    begun = 0.0
+    while attempt.goes_on(0.001) and attempt.seconds < RUN_SECONDS:
+        now, before, changed = attempt.seconds, changed, attempt.saves.last_change()
+        if attempt.saves.iteration != iteration:
+            iteration, begun = attempt.saves.iteration, now
+        if iteration and changed != before:
+            moments.append((iteration, now - begun))
+    seconds = attempt.seconds
+    attempt.wait(0)
+    return None if any(attempt.codes) else Rhythm(seconds, moments)
 
 
-def kill_once(
-    attempt: Attempt, folder: Path, seconds: float, dice: random.Random, tally: Tally
-) -> None:
+def wait_for_a_moment(attempt: Attempt, rhythm: Rhythm, dice: random.Random) -> None:
+    """Until a random moment of the run or, as often, one of the saves that are left of it.
+
+    A run that has saved all is left alone: it would be killed as it starts for ever.
+    """
+    left = [moment for moment in rhythm.moments if moment[0] > attempt.first_step.saved]
+    if not left:
+        end = RUN_SECONDS
+    elif dice.random() < 0.5:
+        iteration, delay = dice.choice(left)
+        while attempt.goes_on(0.0005) and attempt.saves.iteration < iteration:
+            pass
+        end = attempt.seconds + delay
+    else:
+        end = dice.uniform(0, rhythm.seconds)
+    while attempt.goes_on(0.0005) and attempt.seconds < end:
+        pass
+
+
+def kill_once(attempt: Attempt, rhythm: Rhythm, dice: random.Random, tally: Tally) -> None:
     """Wait for a random moment and kill a random rank, unless the run is over before.
 
     Args:
         attempt: What runs.
-        folder: Its run folder.
-        seconds: What the run takes unbroken.
+        rhythm: Of the run when it is unbroken.
         dice: Decides.
         tally: Is told.
     """
-    moment, waits_for_save = dice.uniform(0, seconds), dice.random() < 0.5
-    while not attempt.is_over and attempt.seconds < moment:
-        time.sleep(0.002)
-    if waits_for_save:
-        while not attempt.is_over and not is_saving(folder):
-            time.sleep(0.0005)
-        time.sleep(dice.uniform(0, 0.3))
-    if attempt.is_over:
+    folder = attempt.run.folder
+    wait_for_a_moment(attempt, rhythm, dice)
+    was_saving, saved = attempt.saves.is_saving(), saved_step(attempt.run.checkpoints)
+    if not attempt.kill(dice):
         return
+    killed = attempt.seconds
     tally.kills += 1
-    tally.in_saves += is_saving(folder)
-    dice.choice(attempt.ranks).kill()
-    killed = time.monotonic()
+    tally.in_saves += was_saving
     attempt.end(ALONE_SECONDS)
     if not attempt.wait(PATIENCE_SECONDS):
         tally.problems.append(f"{folder}: a rank did not end in {PATIENCE_SECONDS:.0f} s")
-    tally.slowest_end = max(tally.slowest_end, time.monotonic() - killed)
+    if saved_step(attempt.run.checkpoints) < saved:
+        tally.problems.append(f"{folder}: the checkpoint of step {saved} is lost")
+    tally.slowest_end = max(tally.slowest_end, attempt.seconds - killed)
 
 
 def differences(folder: Path, unbroken: Path) -> Iterator[str]:
@@ -266,34 +201,52 @@ def _state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def run_broken(run: Run, unbroken: Path, rhythm: Rhythm, dice: random.Random, tally: Tally) -> bool:
+    """Start a run until it is through, each time with a kill while there are some left.
+
+    Returns:
+        Whether it is through and equals the one in `unbroken`; what is wrong is a problem.
+    """
+    while True:
+        attempt, kills = Attempt(run), tally.kills
+        if kills < tally.goal:
+            kill_once(attempt, rhythm, dice, tally)
+        is_through = attempt.wait(RUN_SECONDS) and not any(attempt.codes)
+        tally.take(attempt)
+        if is_through:
+            found = list(differences(run.folder, unbroken))
+        elif tally.kills == kills:
+            found = [f"{run.folder}: exit codes {attempt.codes} without a kill"]
+        else:
+            continue
+        tally.problems += found
+        return not found
+
+
 def break_until(recipe: str, backend: str, kills: int, dice: random.Random, tally: Tally) -> None:
     """Run a recipe broken, again and again, until there are `kills` more."""
-    unbroken = FOLDER / recipe / "unbroken"
-    seconds = run_unbroken(recipe, backend, unbroken)
-    print(f"{recipe}: {seconds:.0f} s unbroken", flush=True)
-    goal, number = tally.kills + kills, 0
-    while tally.kills < goal:
+    unbroken = Run(recipe, backend, FOLDER / recipe / "unbroken")
+    rhythm = run_unbroken(unbroken)
+    if rhythm is None:
+        tally.problems.append(f"{unbroken.folder}: fails even unbroken, see {unbroken.log}")
+        return
+    print(f"{recipe}: {rhythm.seconds:.0f} s unbroken", flush=True)
+    tally.goal, number, failures = tally.kills + kills, 0, 0
+    while tally.kills < tally.goal and failures < MAX_FAILURES:
         number += 1
-        folder, attempts, before = FOLDER / recipe / f"broken_{number}", 0, tally.kills
-        while True:
-            attempts += 1
-            attempt = Attempt(recipe, backend, folder)
-            if tally.kills < goal:
-                kill_once(attempt, folder, seconds, dice, tally)
-            if attempt.wait(600) and not any(attempt.codes):
-                break
-            if tally.kills - before < attempts:
-                tally.problems.append(f"{folder}: exit codes {attempt.codes} without a kill")
-                break
-        if attempts == 1 and tally.kills == before:
-            # It was killed too late, if at all: the machine is faster than it was.
-            seconds = min(seconds, attempt.seconds)
-        found = list(differences(folder, unbroken))
-        tally.problems += found
-        verdict = "differs" if found else "equal"
-        print(f"{folder}: {tally.kills - before} kills, {attempts} attempts, {verdict}", flush=True)
+        run, before = replace(unbroken, folder=FOLDER / recipe / f"broken_{number}"), copy(tally)
+        began = time.monotonic()
+        is_equal = run_broken(run, unbroken.folder, rhythm, dice, tally)
+        found, in_saves = tally.kills - before.kills, tally.in_saves - before.in_saves
+        verdict = "equal" if is_equal else f"NOT equal, see {run.log}"
+        print(f"{run.folder}: {found} kills, {in_saves} in saves; {verdict}", flush=True)
         if not found:
-            shutil.rmtree(folder, ignore_errors=True)
+            # The moment came too late: the machine is faster than it was.
+            rhythm.seconds = min(rhythm.seconds, time.monotonic() - began)
+        if is_equal:
+            shutil.rmtree(run.folder, ignore_errors=True)
+        else:
+            failures += 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -303,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=9, help="over all recipes (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (%(default)s)")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--recipes", nargs="+", choices=SMALL, default=tuple(SMALL))
     parser.add_argument("--backend", choices=SPLIT, default="megatron", help="(%(default)s)")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
@@ -315,12 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     share, rest = divmod(options.kills, len(options.recipes))
     for index, recipe in enumerate(options.recipes):
         break_until(recipe, options.backend, share + (index < rest), dice, tally)
-    print(
-        f"{tally.kills} kills, {tally.in_saves} of them while a checkpoint was written; the other "
-        f"ranks ended within {tally.slowest_end:.1f} s; {len(tally.problems)} problems"
-    )
-    for problem in tally.problems:
-        print(f"  {problem}")
+    print(tally)
     return int(bool(tally.problems))
 
 
