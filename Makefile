@@ -74,7 +74,7 @@ test-e2e: $(READY)
 	$(PYTEST) tests/e2e
 
 test-slurm: $(READY)
-	@echo "test-slurm: jobs on a real Slurm with several nodes, started here (5 minutes)"
+	@echo "test-slurm: jobs on a real Slurm with several nodes, started here (7 minutes)"
 	$(PYTEST) tests/slurm
 
 parity: $(READY)

@@ -1,6 +1,5 @@
 """The job files on a real Slurm with a trainer that computes nothing: launch, signals, faults."""
 
-import re
 import time
 
 import pytest
@@ -14,13 +13,6 @@ BRISK = "seconds=0.1"
 def number_after(steps):
     """What a run has when every step was done once and in order."""
     return pow(48271, steps, MODULUS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def time_limit(desk):
-    """A job whose time limit comes, submitted first: Slurm looks at limits every half minute."""
-    options = ("--time=1", "--signal=B:USR1@45")
-    return desk.submit("limit", "steps=300", BRISK, options=options)
 
 
 @pytest.mark.parametrize("launch", ["node", "task"])
@@ -91,42 +83,3 @@ def test_hanging_rank_ends_the_job(desk):
     job = desk.submit("hang", "steps=600", "patience=4", "hang=3:4", BRISK)
     log = desk.finish(job, "hang", "FAILED", 60)
     assert "Traceback" in log.partition("ended with exit code 1")[0]
-
-
-def test_preempted_job_goes_on_later(desk):
-    """The job in partition low gets its signal, saves, and leaves its nodes to the other one."""
-    job = desk.submit("low", "steps=80", BRISK, options=("--partition=low",))
-    desk.until("low", "step 5\n")
-    same = f"--nodelist={desk.cluster.job(job)['NodeList']}"
-    urgent = desk.submit("high", "steps=5", BRISK, options=("--partition=high", same))
-    desk.finish(urgent, "high")
-    desk.cluster.start_again(job)
-    desk.finish(job, "low")
-    assert desk.cluster.job(job)["Restarts"] == "1"
-    assert desk.state("low")["saves"] == 1
-    assert desk.state("low")["number"] == number_after(80)
-
-
-def test_array_of_seeds(desk):
-    """SL-06: tasks of an array have folders and ports of their own, and one alone is requeued."""
-    job = desk.submit("seed_%a", "steps=50", BRISK, options=("--array=1-2",))
-    for name in ("seed_1", "seed_2"):
-        desk.until(name, "step 3\n")
-    # The number of the array is that of one of its tasks too.
-    desk.cluster.call("scancel", "--signal=USR1", "--batch", f"{job}_2")
-    desk.cluster.start_again(f"{job}_2")
-    for name in ("seed_1", "seed_2"):
-        desk.finish(f"{job}_{name[-1]}", name)
-        assert desk.state(name)["number"] == number_after(50)
-    assert [desk.state(name)["saves"] for name in ("seed_1", "seed_2")] == [0, 1]
-    ports = {re.search(r"rendezvous \S+:(\d+)", desk.read(f"seed_{n}"))[1] for n in (1, 2)}
-    assert len(ports) == 2
-
-
-def test_time_limit_is_seen_coming(desk, time_limit):
-    """The signal that #SBATCH --signal asks for, from Slurm itself."""
-    desk.cluster.wait_until_pending(time_limit, 90)
-    log = desk.read("limit")
-    assert log.count("SIGUSR1: the ranks save") == 1 and log.count("saved: requeued") == 1
-    assert desk.state("limit")["saves"] == 1
-    desk.cluster.call("scancel", time_limit)
