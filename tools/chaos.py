@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -201,11 +200,10 @@ def _state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def run_broken(run: Run, unbroken: Path, rhythm: Rhythm, dice: random.Random, tally: Tally) -> bool:
+def run_broken(run: Run, unbroken: Path, rhythm: Rhythm, dice: random.Random, tally: Tally) -> None:
     """Start a run until it is through, each time with a kill while there are some left.
 
-    Returns:
-        Whether it is through and equals the one in `unbroken`; what is wrong is a problem.
+    It must then equal the one in `unbroken`; what is wrong goes to the tally.
     """
     while True:
         attempt, kills = Attempt(run), tally.kills
@@ -214,13 +212,11 @@ def run_broken(run: Run, unbroken: Path, rhythm: Rhythm, dice: random.Random, ta
         is_through = attempt.wait(RUN_SECONDS) and not any(attempt.codes)
         tally.take(attempt)
         if is_through:
-            found = list(differences(run.folder, unbroken))
-        elif tally.kills == kills:
-            found = [f"{run.folder}: exit codes {attempt.codes} without a kill"]
-        else:
-            continue
-        tally.problems += found
-        return not found
+            tally.problems += differences(run.folder, unbroken)
+            return
+        if tally.kills == kills:
+            tally.problems.append(f"{run.folder}: exit codes {attempt.codes} without a kill")
+            return
 
 
 def break_until(recipe: str, backend: str, kills: int, dice: random.Random, tally: Tally) -> None:
@@ -234,13 +230,15 @@ def break_until(recipe: str, backend: str, kills: int, dice: random.Random, tall
     tally.goal, number, failures = tally.kills + kills, 0, 0
     while tally.kills < tally.goal and failures < MAX_FAILURES:
         number += 1
-        run, before = replace(unbroken, folder=FOLDER / recipe / f"broken_{number}"), copy(tally)
+        run = replace(unbroken, folder=FOLDER / recipe / f"broken_{number}")
+        kills, in_saves, problems = tally.kills, tally.in_saves, len(tally.problems)
         began = time.monotonic()
-        is_equal = run_broken(run, unbroken.folder, rhythm, dice, tally)
-        found, in_saves = tally.kills - before.kills, tally.in_saves - before.in_saves
-        verdict = "equal" if is_equal else f"NOT equal, see {run.log}"
-        print(f"{run.folder}: {found} kills, {in_saves} in saves; {verdict}", flush=True)
-        if not found:
+        run_broken(run, unbroken.folder, rhythm, dice, tally)
+        kills, in_saves = tally.kills - kills, tally.in_saves - in_saves
+        is_equal = len(tally.problems) == problems
+        verdict = "equal" if is_equal else f"PROBLEM, see {run.log}"
+        print(f"{run.folder}: {kills} kills, {in_saves} in saves; {verdict}", flush=True)
+        if kills == 0:
             # The moment came too late: the machine is faster than it was.
             rhythm.seconds = min(rhythm.seconds, time.monotonic() - began)
         if is_equal:
