@@ -60,14 +60,20 @@ def load_disk_reader() -> None:
             "libaio to compile its disk reader with; install libaio-dev (libaio-devel on Red Hat) "
             "and a C++ compiler, or offload to cpu"
         )
-    # The ninja that was installed beside Python, whose environment need not be active: another one
-    # would compile all of it again.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    _prefer_own_programs()
     folders = [Path(_get_build_directory(name, verbose=False)) for name in _DISK_READER]
     with _one_at_a_time(folders):
         if not (folders[-1] / f"{_DISK_READER[-1]}.so").exists():
             logger.info("compiling DeepSpeed's disk reader, once; this takes minutes")
         AsyncIOBuilder().load(verbose=False)
+
+
+def _prefer_own_programs() -> None:
+    """Find the ninja beside this Python, whose environment need not be active, before another one,
+    which would compile everything again."""
+    own = str(Path(sys.executable).parent)
+    others = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != own]
+    os.environ["PATH"] = os.pathsep.join([own, *others])
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,17 +37,18 @@ class Scratch:
             root.mkdir(parents=True, exist_ok=True)
             for other in root.glob(f"{_PREFIX}*"):
                 _remove_if_left(other)
-            self.folder, self._lock = _new_folder(root)
+            self.folder, lock = _new_folder(root)
         except OSError as error:
             raise ConfigError(
                 f"deepspeed.nvme_path = {str(root)!r}: {error}; name a folder on a local disk that "
                 "this job may write to"
             ) from error
+        # Also where the process ends, unless it is killed.
+        self._removal = weakref.finalize(self, _remove, self.folder, lock)
 
     def close(self) -> None:
-        """Remove it. Otherwise the next one to be made there does, once this process has ended."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+        """Remove it."""
+        self._removal()
 
 
 def _new_folder(root: Path) -> tuple[Path, int]:
@@ -62,8 +64,12 @@ def _new_folder(root: Path) -> tuple[Path, int]:
 def _remove_if_left(folder: Path) -> None:
     lock = _locked(folder)
     if lock is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
+        _remove(folder, lock)
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def _locked(folder: Path) -> int | None:

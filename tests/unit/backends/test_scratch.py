@@ -9,13 +9,19 @@ from rl_megatron.backends.deepspeed.scratch import Scratch
 from rl_megatron.errors import ConfigError
 from tests.helpers.pool import ROOT
 
-DIES = """
+USES = """
 import os, sys
 from pathlib import Path
 from rl_megatron.backends.deepspeed.scratch import Scratch
-(Scratch(Path(sys.argv[1])).folder / "weights").write_text("x")
-os._exit(9)
+scratch = Scratch(Path(sys.argv[1]))
+(scratch.folder / "weights").write_text("x")
 """
+DIES = "os._exit(9)"
+
+
+def run(root, script):
+    command = [sys.executable, "-c", script, str(root)]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def test_every_model_has_a_folder_of_its_own_until_it_is_closed(tmp_path):
@@ -31,12 +37,16 @@ def test_every_model_has_a_folder_of_its_own_until_it_is_closed(tmp_path):
 
 def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     (tmp_path / "of somebody else").mkdir()
-    command = [sys.executable, "-c", DIES, str(tmp_path)]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 9
+    assert run(tmp_path, USES + DIES) == 9
     assert len(list(tmp_path.glob("*/weights"))) == 1
     scratch = Scratch(tmp_path)
     assert set(tmp_path.iterdir()) == {tmp_path / "of somebody else", scratch.folder}
     scratch.close()
+
+
+def test_a_process_that_ends_leaves_nothing(tmp_path):
+    assert run(tmp_path, USES) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_is_refused_by_name(tmp_path):
