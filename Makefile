@@ -28,7 +28,7 @@ help:
 	@echo "make real              SmolLM2-135M from a package: logits, GRPO, DPO, export (minutes)"
 	@echo "make test              all tests: test-unit (with every YAML), test-distributed, test-e2e"
 	@echo "make test-slurm        jobs on a real Slurm, started here; root on Linux, see slurm/README.md"
-	@echo "make parity            every loss on every layout and backend has the numbers of one rank (12 minutes)"
+	@echo "make parity            every loss on every layout and backend has the numbers of one rank (7 minutes)"
 	@echo "make check             format, lint, types, layers, shell scripts, house rules"
 	@echo "make check-kernels     compiles every Triton kernel for four GPUs; no spills (3 minutes)"
 	@echo "make chaos N=100       kills runs at random moments; what is left must be equal bit by bit"
@@ -78,7 +78,7 @@ test-slurm: $(READY)
 	$(PYTEST) tests/slurm
 
 parity: $(READY)
-	@echo "parity: every loss on every layout and backend against one rank (12 minutes); numbers in runs/parity.json"
+	@echo "parity: every loss on every layout and backend against one rank (7 minutes); numbers in runs/parity.json"
 	$(BIN)/python tools/parity.py
 
 check: $(READY)
