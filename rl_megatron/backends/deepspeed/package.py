@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch.utils.cpp_extension import _get_build_directory
 
 from rl_megatron.errors import ConfigError
 
@@ -53,6 +52,7 @@ def load_disk_reader() -> None:
     """
     load_deepspeed()
     from deepspeed.ops.op_builder import AsyncIOBuilder
+    from torch.utils.cpp_extension import _get_build_directory
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise ConfigError(
