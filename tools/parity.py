@@ -12,8 +12,9 @@ further off than 2e-5, or the loss or another metric further than 1e-6 (relative
 
 In bf16, on some of the layouts, the same is measured from one rank in bf16, and may be 0.1 and
 0.03: twice what bf16 itself does to one rank of the model without experts, see parity_compare.py.
-That yardstick, one rank in bf16 against float32 of the same weights, is printed too. All numbers
-are in runs/parity.json.
+That yardstick, one rank in bf16 against float32 of the same weights, is printed too. Packed rows
+with experts in bf16 are measured from one rank that packs too, see parity_cases.py. All numbers are
+in runs/parity.json.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from tools.parity_cases import (  # noqa: E402
     CASES,
     DTYPES,
     LOSSES,
+    PACKED_EXPERTS,
     REFERENCES,
     ROWS,
     SCORE_CASES,
@@ -63,9 +65,6 @@ from tools.parity_compare import (  # noqa: E402
 from tools.parity_data import MODELS, make_batches, make_model  # noqa: E402
 
 REPORT = Path("runs/parity.json")
-# On a CPU with bf16 instructions a product's row depends on how many rows there are. Then a token
-# between two experts goes to the other, and its gradient too (by 0.45), which is no layout's doing.
-SAME_PRODUCTS = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 Differences = dict[str, Difference]
 """By name of case."""
 
@@ -74,7 +73,7 @@ def run_ranks(folder: Path, world_size: int, rows: Sequence[Row]) -> None:
     """Take the steps of `rows` on so many ranks; results are files in `folder`."""
     job = ["-m", "tools.parity_job", str(folder), *(row.name for row in rows)]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    environment = {"OMP_NUM_THREADS": "1", **SAME_PRODUCTS, **os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, *job]
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if done.returncode:
@@ -214,7 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for model in MODELS:
             torch.save(make_batches(make_model(folder / model, model)), folder / f"{model}.pt")
         # bf16 is measured with float32 of the same weights.
-        everything = [r for r in REFERENCES if torch.bfloat16 in dtypes or not r.is_bf16] + rows
+        references = (*REFERENCES, PACKED_EXPERTS)
+        everything = [r for r in references if torch.bfloat16 in dtypes or not r.is_bf16] + rows
         for world_size in sorted({row.layout.world_size for row in everything}):
             run_ranks(
                 folder, world_size, [r for r in everything if r.layout.world_size == world_size]

@@ -144,8 +144,12 @@ def test_every_loss_under_every_aggregation_on_every_axis():
     assert max(layout.world_size for layout in layouts) == 4
     for row in ROWS:
         reference = reference_of(row)
-        assert reference.layout.world_size == 1 and not reference.micro_batching.packed
-        assert reference.dtype == row.dtype
+        assert reference.layout.world_size == 1
+        assert (reference.dtype, reference.model) == (row.dtype, row.model)
+        # Packing alone may send a token to another expert in bf16.
+        may_move = row.is_bf16 and row.model == "experts"
+        split = row.micro_batching if may_move else reference.micro_batching
+        assert reference.micro_batching == split and (may_move or not split.packed)
 
 
 def test_every_backend_is_compared_with_one_rank_of_megatron():
