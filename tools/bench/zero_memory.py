@@ -150,11 +150,11 @@ def start_ranks(folder: Path, stage: int, ranks: int, allowance: int = 0) -> flo
         if allowance and ("memory" in done.stderr or "MemoryError" in done.stderr):
             return None
         raise SystemExit(done.stderr)
-    return max(float(line) for line in done.stdout.split())
+    return float(done.stdout)
 
 
 def run_rank(folder: Path, stage: int, allowance: int) -> None:
-    """Train for two steps and print the memory that it took."""
+    """Train for two steps; the first rank prints the memory of the one that took most."""
     import torch
 
     from rl_megatron.backends.deepspeed import open_deepspeed
@@ -187,7 +187,9 @@ def run_rank(folder: Path, stage: int, allowance: int) -> None:
     )
     for _ in range(2):
         backend.train_step(batch, sft_objective(), lr=1e-4)
-    print(peak.stop(), flush=True)
+    most = max(process.gather(peak.stop()))
+    if process.is_main:
+        print(most)
     stop()
 
 
