@@ -19,7 +19,6 @@ from rl_megatron.interfaces.batch import PackedBatch
 from rl_megatron.parallel.process import stop
 from tools.parity_backends import Trained, make_trained
 from tools.parity_cases import (
-    PACKED_EXPERTS,
     REFERENCES,
     ROWS,
     Case,
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str]) -> None:
     folder, names = Path(arguments[0]), arguments[1:]
     log.silence_megatron_warnings()
     torch.set_num_threads(1)
-    rows = [row for row in (*REFERENCES, PACKED_EXPERTS, *ROWS) if row.name in names]
+    rows = [row for row in (*REFERENCES, *ROWS) if row.name in names]
     for _, together in groupby(rows, key=lambda row: row.model_key):
         members = list(together)
         model = members[0].model
