@@ -8,6 +8,8 @@ set -euo pipefail
 # Until there are ranks to pass it on to.
 asked=""
 trap 'asked=1' USR1
+# At what a controller that is busy may not answer.
+tries=4
 
 RL_ROOT="${RL_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}"
 export RL_ROOT
@@ -124,12 +126,16 @@ first_failure() {
   [ -e "$failure" ]
 }
 
-# For as long as the job goes on: a rank that puts its handlers up only now would miss it otherwise.
+# For as long as the job goes on: a rank that puts its handlers up only now would miss it otherwise,
+# and a controller that is busy does not answer every time.
 pass_usr1_on() {
   # A task of which not even node.sh runs yet would die of it.
   local spare="${RL_START_SECONDS:-3}"
   [ $((SECONDS - started)) -ge "$spare" ] || sleep "$spare"
-  while scancel --signal=USR1 "$job"; do sleep 10; done
+  while kill -0 $$ 2>/dev/null; do
+    scancel --signal=USR1 "$job" || true
+    sleep "${RL_RETRY_SECONDS:-10}"
+  done
 }
 
 on_usr1() {
@@ -165,7 +171,16 @@ wait_for_srun() {
     [ -n "$interrupted" ] || break
   done
   kill "$watcher" 2>/dev/null || true
-  [ -z "$messenger" ] || kill "$messenger" 2>/dev/null || true
+}
+
+# srun gives up, with code 1, when the controller is too busy to answer it.
+started_nothing() { [ "$code" -eq 1 ] && [ -z "$ended" ] && [ ! -e "$RL_STATE_FOLDER/started" ]; }
+
+# pause_before TRY: nothing before the first one, then longer each time.
+pause_before() {
+  local seconds=$((($1 - 1) * ${RL_RETRY_SECONDS:-10}))
+  [ "$1" -eq 1 ] || say "the controller may be busy: try $1 of $tries in $seconds s"
+  sleep "$seconds"
 }
 
 # A job that Slurm ends has its own next state: cancelled, or pending again.
@@ -183,12 +198,21 @@ requeue() {
   elif may_requeue; then
     say "saved: requeued (attempt $((restarts + 2)) follows)"
     # Slurm ends the batch shell and what it runs before the answer is there.
-    (trap '' TERM && exec scontrol requeue "$job") || say "scontrol requeue failed: start the job again with the same command"
+    (trap '' TERM && ask_for_requeue) || say "scontrol requeue failed: start the job again with the same command"
   fi
 }
 
+ask_for_requeue() {
+  local try
+  for ((try = 1; try <= tries; try++)); do
+    pause_before "$try"
+    scontrol requeue "$job" && return
+  done
+  return 1
+}
+
 run_job() {
-  local restartable=() words=() word
+  local restartable=() words=() word try
   if [ "$1" = --restartable ]; then restartable=(--restartable); shift; fi
   [ $# -ge 2 ] || refuse "no CONFIG given: sbatch slurm/<job>.sbatch CONFIG [key=value ...]"
   for word in "$@"; do words+=("${word//%a/${SLURM_ARRAY_TASK_ID:-%a}}"); done
@@ -210,19 +234,26 @@ run_job() {
   export RL_STATE_FOLDER
   mkdir -p "$RL_STATE_FOLDER"
   # Numbers of jobs begin again on some sites.
-  rm -f "$RL_STATE_FOLDER"/failure_* "$RL_STATE_FOLDER/requeue"
+  rm -f "$RL_STATE_FOLDER"/failure_* "$RL_STATE_FOLDER"/{requeue,started}
   say "job $job, attempt $((${SLURM_RESTART_COUNT:-0} + 1)): $SLURM_NNODES nodes x $RL_RANKS_PER_NODE ranks on" \
     "$SLURM_JOB_NODELIST, rendezvous $MASTER_ADDR:$MASTER_PORT, launch $RL_LAUNCH"
-  # shellcheck disable=SC2086
-  srun --kill-on-bad-exit=1 --wait="${RL_WAIT_SECONDS:-300}" \
-    --nodes="$SLURM_NNODES" --ntasks=$((SLURM_NNODES * tasks_per_node)) --ntasks-per-node="$tasks_per_node" \
-    "${container[@]}" ${RL_SRUN_ARGS:-} \
-    "$RL_ROOT/slurm/node.sh" "${restartable[@]}" "$RL_ROOT/${words[0]}" "${words[@]:1}" &
-  srun=$! started=$SECONDS
+  started=$SECONDS
   trap on_usr1 USR1
   trap on_term TERM
-  [ -z "$asked" ] || on_usr1
-  wait_for_srun
+  for ((try = 1; try <= tries; try++)); do
+    pause_before "$try"
+    # shellcheck disable=SC2086
+    srun --kill-on-bad-exit=1 --wait="${RL_WAIT_SECONDS:-300}" \
+      --nodes="$SLURM_NNODES" --ntasks=$((SLURM_NNODES * tasks_per_node)) --ntasks-per-node="$tasks_per_node" \
+      "${container[@]}" ${RL_SRUN_ARGS:-} \
+      "$RL_ROOT/slurm/node.sh" "${restartable[@]}" "$RL_ROOT/${words[0]}" "${words[@]:1}" &
+    srun=$!
+    [ -z "$asked" ] || on_usr1
+    wait_for_srun
+    started_nothing || break
+    say "srun has started no task"
+  done
+  [ -z "$messenger" ] || kill "$messenger" 2>/dev/null || true
   finish
 }
 

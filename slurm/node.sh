@@ -21,6 +21,7 @@ refuse() {
 }
 [ -d "$RL_STATE_FOLDER" ] || refuse "$RL_STATE_FOLDER is not there: RL_STATE_ROOT must be on a file system that" \
   "every node sees, and among RL_CONTAINER_MOUNTS where there is a container"
+: >"$RL_STATE_FOLDER/started"
 # A rank takes the GPU of its LOCAL_RANK, among all of the node.
 IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-}"
 [ ${#gpus[@]} -eq 0 ] || [ ${#gpus[@]} -ge "$RL_RANKS_PER_NODE" ] || refuse "$RL_RANKS_PER_NODE ranks a node" \

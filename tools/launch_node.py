@@ -203,8 +203,8 @@ def port_problem(address: str, port: int) -> str | None:
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            # Not listened to: a rank that starts earlier would take this for rank 0.
             server.bind(("", port))
-            server.listen()
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 return f"MASTER_PORT = {port} on {address}: {error.strerror}; set another one"

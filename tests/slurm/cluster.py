@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -37,6 +38,7 @@ BOOT = Path(__file__).with_name("boot_node.sh")
 BRIDGE = "rlslurm0"
 NETWORK = "10.83.0"
 CONTROLLER = f"{NETWORK}.254"
+MAC = "02:00:0a:53:00:fe"
 
 # Short times, so that tests are: a silent node is given up after 11 to 16 seconds.
 CONFIGURATION = """\
@@ -127,7 +129,8 @@ class Cluster:
         """Boot everything, and wait until every node is idle."""
         self._remove_network()
         self._write_files()
-        _do("ip", "link", "add", BRIDGE, "type", "bridge", "forward_delay", "0")
+        # Else its address follows those of the nodes that are up, and the others look for it.
+        _do("ip", "link", "add", BRIDGE, "address", MAC, "type", "bridge", "forward_delay", "0")
         _do("ip", "addr", "add", f"{CONTROLLER}/24", "dev", BRIDGE)
         _do("ip", "link", "set", BRIDGE, "up")
         f = self.folder
@@ -178,6 +181,16 @@ class Cluster:
         node.kill()
         node.wait()
 
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Inside, the controller answers nothing."""
+        controller = self._daemons[1]
+        controller.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            controller.send_signal(signal.SIGCONT)
+
     def isolate(self, *numbers: int, on: bool = True) -> None:
         """Cut these nodes off from each other; each still reaches the controller. Or join them."""
         for number in numbers:
@@ -201,6 +214,11 @@ class Cluster:
         """What `scontrol show job` says, by field."""
         shown = self.call("scontrol", "-o", "show", "job", job)
         return dict(re.findall(r"(\w+)=(\S*)", shown))
+
+    def log(self, lines: int = 40) -> str:
+        """The last lines of what each daemon has written."""
+        tail = ("tail", "-v", "-n", str(lines), *sorted((self.folder / "log").glob("*.log")))
+        return subprocess.run(tail, capture_output=True, text=True, check=False).stdout
 
     def wait(self, job: str, seconds: float = 60) -> dict[str, str]:
         """The job, when it is in a final state."""

@@ -83,3 +83,21 @@ def test_hanging_rank_ends_the_job(desk):
     job = desk.submit("hang", "steps=600", "patience=4", "hang=3:4", BRISK)
     log = desk.finish(job, "hang", "FAILED", 60)
     assert "Traceback" in log.partition("ended with exit code 1")[0]
+
+
+def test_ranks_start_once_the_controller_answers(desk, tmp_path):
+    """srun gives up on it, and is tried again."""
+    site, begun, go = (tmp_path / name for name in ("cluster.env", "begun", "go"))
+    site.write_text(f"touch {begun}\nuntil [ -e {go} ]; do sleep 0.1; done\n")
+    words = {"RL_CLUSTER_ENV": str(site), "RL_RETRY_SECONDS": "2"}
+    job = desk.submit("busy", "steps=3", BRISK, **words)
+    end = time.monotonic() + 30
+    while not begun.exists():
+        assert time.monotonic() < end, desk.read("busy")
+        time.sleep(0.1)
+    with desk.cluster.busy():
+        go.touch()
+        desk.until("busy", "srun has started no task")
+    log = desk.finish(job, "busy")
+    assert "try 2 of 4 in 2 s" in log and desk.cluster.job(job)["Restarts"] == "0"
+    assert desk.state("busy")["number"] == number_after(3)

@@ -77,6 +77,14 @@ class Batch:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
+    def keep_busy(self, program, times):
+        """Let the first calls of a program fail, as those of a controller that does not answer."""
+        other = self.bin / f"{program}.other"
+        (self.bin / program).rename(other)
+        count = f"{self.folder}/{program}.tries"
+        text = f'echo >>{count}; [ "$(wc -l <{count})" -gt {times} ] || exit 1; exec {other} "$@"\n'
+        self._program(program, f"#!/usr/bin/env bash\n{text}")
+
     def environment(self, **extra):
         kept = {"PATH": f"{self.bin}:{os.environ['PATH']}", "HOME": os.environ.get("HOME", "/")}
         slurm = {
@@ -90,6 +98,7 @@ class Batch:
             "RL_STATE_ROOT": str(self.folder / "state"),
             "RL_CLUSTER_ENV": os.devnull,
             "RL_START_SECONDS": "0",
+            "RL_RETRY_SECONDS": "1",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "STUB": str(self.folder),
@@ -312,6 +321,38 @@ def test_signal_save_requeue(batch):
     assert code == 0 and f"step {saved['step'] + 1}\n" in said and "step 3\n" not in said
     assert batch.state()["number"] == pow(48271, 8, MODULUS)
     assert len(batch.calls("scontrol requeue")) == 1
+
+
+def test_controller_that_is_busy(batch):
+    """srun and the requeue are tried again."""
+    for program in ("srun", "scontrol"):
+        batch.keep_busy(program, 1)
+    job = batch.start("steps=50", "seconds=0.1")
+    batch.until("step 2\n")
+    # It was asked for a host and for the end of the job before.
+    (batch.folder / "scontrol.tries").unlink()
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(30) == 75
+    assert batch.said.count("srun has started no task") == 1
+    assert batch.said.count("the controller may be busy: try 2 of 4 in 1 s") == 2
+    assert batch.state()["saves"] == 1
+    assert batch.calls("scontrol requeue") == ["scontrol requeue 812345"]
+
+
+def test_controller_that_never_answers(batch):
+    batch.keep_busy("srun", 4)
+    code, said = batch.run("steps=1", RL_RETRY_SECONDS="0")
+    assert code == 1 and said.count("srun has started no task") == 4
+    assert "ends with code 1" in said and not (batch.folder / "run").exists()
+
+
+def test_signal_while_the_controller_is_busy(batch):
+    """No answer is no end of the job: the signal is sent again."""
+    batch.keep_busy("scancel", 1)
+    job = batch.start("steps=300", "seconds=0.1")
+    batch.until("step 2\n")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(30) == 75 and batch.state()["saves"] == 1
 
 
 @pytest.mark.parametrize(("state", "requeued"), [("CANCELLED", 0), ("TIMEOUT", 1)])
