@@ -107,8 +107,16 @@ def log_of(folder, job):
 
 def finish(desk: Desk, folder, job, seconds=PATIENCE):
     found = desk.cluster.wait(job, seconds)
-    assert found["JobState"] == "COMPLETED", log_of(folder, job)
+    assert found["JobState"] == "COMPLETED", all_of(desk, folder, job)
     return found
+
+
+def all_of(desk: Desk, folder, job):
+    """What is known of a run: a job that never began has no log, and another's says why."""
+    jobs = {job, *json.loads((folder / "jobs.json").read_text())["jobs"]}
+    shown = [str(desk.cluster.job(each)) for each in sorted(jobs)]
+    logs = [f"{log}:\n{log.read_text()}" for log in sorted((folder / "logs").glob("*.out"))]
+    return "\n\n".join([*shown, *logs, desk.cluster.log()])
 
 
 def wait_for_step(folder, step, seconds=PATIENCE):
