@@ -11,9 +11,9 @@ further off than 2e-5, or the loss or another metric further than 1e-6 (relative
 1e-3, relative to 1e-3).
 
 In bf16, on some of the layouts, the same is measured from one rank in bf16, and may be 0.1 and
-0.03: twice what bf16 itself does to one rank of the model without experts, see parity_compare.py.
-That yardstick, one rank in bf16 against float32 of the same weights, is printed too. Packed rows
-with experts in bf16 have a bound of their own, see `MOVED`. All numbers are in runs/parity.json.
+0.03: twice what bf16 itself does to one rank, see parity_compare.py.
+That yardstick, one rank in bf16 against float32 of the same weights, is printed too. All numbers
+are in runs/parity.json.
 """
 
 from __future__ import annotations
@@ -63,17 +63,6 @@ from tools.parity_compare import (  # noqa: E402
 from tools.parity_data import MODELS, make_batches, make_model  # noqa: E402
 
 REPORT = Path("runs/parity.json")
-# Packed, sums in bf16 are rounded in other places, and a token that lies between two experts may go
-# to the other one, on one rank already. Seen with AVX-512: 3 of 380 choices, of experts whose
-# logits are 0.006 apart at most, which is 0.45 of the gradient of an expert with few tokens; with
-# AVX2 none, and 0.02. What is not packed is held to the bound of bf16.
-MOVED = Bounds(0.6, BOUNDS[torch.bfloat16].metric)
-# In words, the suffix of the report's names, and the bounds.
-GROUPS = (
-    ("float32", "", BOUNDS[torch.float32]),
-    ("bf16", "_bf16", BOUNDS[torch.bfloat16]),
-    ("bf16, packed, experts", "_bf16_experts", MOVED),
-)
 Differences = dict[str, Difference]
 """By name of case."""
 
@@ -87,12 +76,6 @@ def run_ranks(folder: Path, world_size: int, rows: Sequence[Row]) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"parity: the job of {world_size} ranks failed, see above")
-
-
-def bounds_of(row: Row) -> Bounds:
-    """How far it may be from what it is compared with."""
-    may_move = row.is_bf16 and row.model == "experts" and row.micro_batching.packed
-    return MOVED if may_move else BOUNDS[row.dtype]
 
 
 @cache
@@ -125,23 +108,21 @@ def make_report(
     differences: dict[Row, Differences], bf16: dict[str, Differences], seconds: float
 ) -> dict[str, Any]:
     """What runs/parity.json holds, from the differences by row and case, and by model."""
-    worst: dict[str, float] = {}
-    for _, suffix, bounds in GROUPS:
-        group = [by_case for row, by_case in differences.items() if bounds_of(row) is bounds]
-        worst |= _worst([d for by_case in group for d in by_case.values()], suffix)
+    exact = [d for row, by_case in differences.items() if not row.is_bf16 for d in by_case.values()]
+    rounded = [d for row, by_case in differences.items() if row.is_bf16 for d in by_case.values()]
     return {
-        **worst,
+        **_worst(exact, ""),
+        **_worst(rounded, "_bf16"),
         "gradient_bound": BOUNDS[torch.float32].gradient,
         "metric_bound": BOUNDS[torch.float32].metric,
         "metric_floor": METRIC_FLOOR,
         "bf16_bound": BOUNDS[torch.bfloat16].gradient,
-        "bf16_experts_bound": MOVED.gradient,
         "bf16_metric_bound": BOUNDS[torch.bfloat16].metric,
         "bf16_from_float32": {
             model: _worst(list(by_case.values()), "") for model, by_case in bf16.items()
         },
         "equal": all(
-            difference.within(bounds_of(row))
+            difference.within(BOUNDS[row.dtype])
             for row, by_case in differences.items()
             for difference in by_case.values()
         ),
@@ -170,7 +151,7 @@ def make_table(differences: dict[Row, Differences], bf16: dict[str, Differences]
     for column in (*LOSSES, "metrics"):
         table.add_column(column, justify="right")
     for row, by_case in differences.items():
-        table.add_row(row.name, *_cells(by_case, bounds_of(row)))
+        table.add_row(row.name, *_cells(by_case, BOUNDS[row.dtype]))
     for model, by_case in bf16.items():
         table.add_row(f"{TITLES[model]}: bf16 from float32", *_cells(by_case, None))
     return table
@@ -196,7 +177,10 @@ def _cell(value: float, bound: float) -> str:
 def describe(report: dict[str, Any]) -> str:
     """The report in a few lines."""
     lines = [f"parity: {len(report['rows'])} comparisons in {report['seconds']} s"]
-    for words, suffix, bounds in GROUPS:
+    for words, suffix, bounds in (
+        ("float32", "", BOUNDS[torch.float32]),
+        ("bf16", "_bf16", BOUNDS[torch.bfloat16]),
+    ):
         if f"worst_loss{suffix}" in report:
             lines.append(
                 f"{words}: worst gradient {report[f'worst_gradient{suffix}']:.2g} (bound "

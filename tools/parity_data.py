@@ -34,6 +34,9 @@ RESPONSE_TOKENS = (7, 2, 19, 1, 5, 0, 11, 8)
 MARGINS = (0.5, 0.0, 1.0, -0.5)
 SCORES = (1.0, -0.5, 1.5, -0.3, 0.8, 0.4, 1.2, -0.4)
 BATCH_SEED = 7
+# Routers that are tried in each layer, and tokens that each expert is to have at least.
+ROUTERS = 10_000
+FEWEST_TOKENS = 20
 # By name: the class of the config, and what is particular. An embedding that is the head as well
 # lies on two stages of a pipeline.
 MODELS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
@@ -86,6 +89,8 @@ def make_model(folder: Path, name: str) -> PreTrainedModel:
             parameter.copy_(parameter.bfloat16())
     if name == "scores":
         _set_scores(model)
+    if name == "experts":
+        _separate_experts(model)
     model.save_pretrained(folder)
     return model
 
@@ -98,6 +103,41 @@ def _set_scores(model: PreTrainedModel) -> None:
     sequences = pairs.tokens.split(pairs.lengths.tolist())
     ends = torch.stack([model.model(tokens[None]).last_hidden_state[0, -1] for tokens in sequences])
     model.score.weight.copy_(torch.linalg.pinv(ends) @ torch.tensor(SCORES))
+
+
+@torch.no_grad()
+def _separate_experts(model: PreTrainedModel) -> None:
+    """Give each layer that router, of many random ones, which is surest of its choices.
+
+    The tokens of the batch are 380 choices. In bf16, where a sum is rounded decides those that are
+    nearly ties, and a token that goes to another expert is another gradient, not an error.
+    """
+    generator = torch.Generator().manual_seed(BATCH_SEED)
+    _, pairs = _make_pairs(generator)
+    for layer in model.model.layers:
+        router = layer.mlp.gate
+        hidden = _inputs(model, layer.mlp, pairs)
+        weights = 0.15 * torch.randn(ROUTERS, *router.weight.shape, generator=generator)
+        # A model in bf16 has the same weights.
+        weights = weights.bfloat16().float()
+        logits = torch.einsum("th,reh->rte", hidden, weights)
+        chosen = logits.topk(router.top_k + 1)
+        margins = (chosen.values[:, :, -2] - chosen.values[:, :, -1]).amin(dim=1)
+        experts = chosen.indices[:, :, :-1].flatten(1)
+        loads = torch.zeros(weights.shape[:2]).scatter_add_(1, experts, torch.ones(experts.shape))
+        # An expert with few tokens has a gradient of few roundings, which do not even out.
+        margins[loads.amin(dim=1) < FEWEST_TOKENS] = 0
+        router.weight.copy_(weights[margins.argmax()])
+
+
+def _inputs(model: PreTrainedModel, module: torch.nn.Module, batch: PackedBatch) -> Tensor:
+    """[T, H] what a module of the model is given of the batch, sequence by sequence."""
+    seen: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten(0, -2)))
+    for tokens in batch.tokens.split(batch.lengths.tolist()):
+        model(tokens[None])
+    handle.remove()
+    return torch.cat(seen)
 
 
 def _make_pairs(generator: torch.Generator) -> tuple[list[Example], PackedBatch]:

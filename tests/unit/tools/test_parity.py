@@ -80,25 +80,18 @@ def test_a_gradient_that_should_be_zero_must_be():
 
 MEGATRON = [row for row in ROWS if row.backend == "megatron"]
 FLOAT_ROW, BF16_ROW = ROWS[0], next(row for row in ROWS if row.is_bf16)
-MOVED_ROW, PADDED_ROW = (row for row in ROWS if row.is_bf16 and row.title == "EP2")
 YARDSTICK = {"dense": {case.name: replace(FINE, gradient=0.5) for case in EVERY_LOSS}}
 
 
 @pytest.mark.parametrize("field", ["gradient", "loss", "metric"])
 @pytest.mark.parametrize(
     ("row", "suffix", "off", "shown"),
-    [
-        (FLOAT_ROW, "", 3e-5, "3.0e-5"),
-        (BF16_ROW, "_bf16", 0.2, "2.0e-1"),
-        (PADDED_ROW, "_bf16", 0.2, "2.0e-1"),
-        (MOVED_ROW, "_bf16_experts", 0.7, "7.0e-1"),
-    ],
+    [(FLOAT_ROW, "", 3e-5, "3.0e-5"), (BF16_ROW, "_bf16", 0.2, "2.0e-1")],
 )
 def test_one_cell_beyond_its_bound_fails_the_whole(row, suffix, off, shown, field):
-    rows = (FLOAT_ROW, BF16_ROW, PADDED_ROW, MOVED_ROW)
-    differences = {row: {case.name: FINE for case in row.cases} for row in rows}
+    differences = {row: {case.name: FINE for case in row.cases} for row in (FLOAT_ROW, BF16_ROW)}
     report = make_report(differences, YARDSTICK, seconds=1.0)
-    assert report["equal"] and len(report["rows"]) == len(CASES) + 3 * len(EVERY_LOSS)
+    assert report["equal"] and len(report["rows"]) == len(CASES) + len(EVERY_LOSS)
     differences[row][EVERY_LOSS[3].name] = replace(FINE, **{field: off})
     report = make_report(differences, YARDSTICK, seconds=1.0)
     assert not report["equal"] and "NOT EQUAL" in describe(report)
@@ -227,3 +220,17 @@ def test_batches_are_ragged_and_reach_the_bounds(tmp_path):
     assert bool((ratio[~gain] > 1.2).any())
     weight = (plain.old_logprobs - plain.rollout_logprobs)[mask].exp()
     assert float(weight.max()) > 2
+
+
+@torch.no_grad()
+def test_no_token_lies_between_two_experts(tmp_path):
+    """Where one does, the rounding of bf16 sends it to either, and rows are off by 0.45."""
+    model = make_model(tmp_path, "experts")
+    batch = make_batches(model)[False]
+    sequences = batch.tokens.split(batch.lengths.tolist())
+    logits = [model(tokens[None], output_router_logits=True).router_logits for tokens in sequences]
+    for layer in zip(*logits, strict=True):
+        found = torch.cat(layer).topk(4)
+        assert len(found.values) == batch.num_tokens == 95
+        assert float((found.values[:, 2] - found.values[:, 3]).min()) > 0.02
+        assert int(found.indices[:, :3].flatten().bincount(minlength=8).min()) >= 20
