@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -48,8 +49,12 @@ def read_pointer(root: Path) -> int | None:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[Path]:
-    """A name to write to that becomes `path`, whole and durable, on leaving; by one process."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """A name to write to that becomes `path`, whole and durable, on leaving.
+
+    The name is nobody else's: two jobs may write one file, and numbers of processes begin again in
+    every container. The file is that of the last one.
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         yield aside
         _fsync(aside)

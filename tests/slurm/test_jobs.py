@@ -88,7 +88,10 @@ def test_hanging_rank_ends_the_job(desk):
 def test_ranks_start_once_the_controller_answers(desk, tmp_path):
     """srun gives up on it, and is tried again."""
     site, begun, go = (tmp_path / name for name in ("cluster.env", "begun", "go"))
-    site.write_text(f"touch {begun}\nuntil [ -e {go} ]; do sleep 0.1; done\n")
+    # Only srun is to ask it, for a node that it does not hear of for long counts as failed.
+    site.write_text(
+        f"SLURM_JOB_END_TIME=2000000000\ntouch {begun}\nuntil [ -e {go} ]; do sleep 0.1; done\n"
+    )
     words = {"RL_CLUSTER_ENV": str(site), "RL_RETRY_SECONDS": "2"}
     job = desk.submit("busy", "steps=3", BRISK, **words)
     end = time.monotonic() + 30

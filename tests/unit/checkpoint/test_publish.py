@@ -8,6 +8,7 @@ import torch
 from rl_megatron.checkpoint.publish import (
     POINTER_FILE,
     NewCheckpoint,
+    durable_file,
     iteration_folder,
     new_checkpoint,
     new_folder,
@@ -79,6 +80,16 @@ def test_what_a_killed_attempt_still_writes_goes_nowhere(tmp_path):
         (killed.aside / "weights").write_text("late")
     successor.publish()
     assert (iteration_folder(tmp_path, 100) / "weights").read_text() == "whole"
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    """Jobs that share a cache, in containers where each is process 7."""
+    path = tmp_path / "manifest.json"
+    with durable_file(path) as one, durable_file(path) as other:
+        one.write_text("one")
+        other.write_text("other")
+    assert path.read_text() == "one"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):
