@@ -134,7 +134,7 @@ pass_usr1_on() {
   [ $((SECONDS - started)) -ge "$spare" ] || sleep "$spare"
   while kill -0 $$ 2>/dev/null; do
     scancel --signal=USR1 "$job" || true
-    sleep "${RL_RETRY_SECONDS:-10}"
+    sleep "$RL_RETRY_SECONDS"
   done
 }
 
@@ -178,7 +178,7 @@ started_nothing() { [ "$code" -eq 1 ] && [ -z "$ended" ] && [ ! -e "$RL_STATE_FO
 
 # pause_before TRY: nothing before the first one, then longer each time.
 pause_before() {
-  local seconds=$((($1 - 1) * ${RL_RETRY_SECONDS:-10}))
+  local seconds=$((($1 - 1) * RL_RETRY_SECONDS))
   [ "$1" -eq 1 ] || say "the controller may be busy: try $1 of $tries in $seconds s"
   sleep "$seconds"
 }
@@ -218,6 +218,8 @@ run_job() {
   for word in "$@"; do words+=("${word//%a/${SLURM_ARRAY_TASK_ID:-%a}}"); done
   [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || [ "$*" != "${words[*]}" ] || refuse \
     "an array whose tasks are all the same run: write %a where they differ, e.g. seed=%a output_dir=runs/mine/seed_%a"
+  RL_RETRY_SECONDS="${RL_RETRY_SECONDS:-10}"
+  [[ "$RL_RETRY_SECONDS" =~ ^[0-9]+$ ]] || refuse "RL_RETRY_SECONDS = $RL_RETRY_SECONDS: must be a number of seconds"
   job="$(job_name)" ended="" messenger=""
   load_modules
   find_shape

@@ -140,7 +140,7 @@ class Cluster:
             f"--seed-file={f}/munge.seed",
         )
         _until(lambda: (f / "munge.sock").exists(), 10, "munged")
-        self._spawn("slurmctld", "-D")
+        self._controller = self._spawn("slurmctld", "-D")
         for number in range(1, self.nodes + 1):
             self.boot(number)
         _until(lambda: self._count("idle") == self.nodes, 60, "all nodes idle")
@@ -184,12 +184,11 @@ class Cluster:
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
         """Inside, the controller answers nothing."""
-        controller = self._daemons[1]
-        controller.send_signal(signal.SIGSTOP)
+        self._controller.send_signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            controller.send_signal(signal.SIGCONT)
+            self._controller.send_signal(signal.SIGCONT)
 
     def isolate(self, *numbers: int, on: bool = True) -> None:
         """Cut these nodes off from each other; each still reaches the controller. Or join them."""

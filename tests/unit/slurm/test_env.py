@@ -252,6 +252,7 @@ def test_ranks_on_two_nodes_of_eight(batch, launch, cpus):
         ({"RL_LAUNCH": "ssh"}, "RL_LAUNCH = ssh: must be node"),
         ({"RL_LAUNCH": "task", "SLURM_CPUS_ON_NODE": "1"}, "give sbatch --exclusive"),
         ({"RL_GPUS_PER_NODE": None}, "RL_GPUS_PER_NODE = '': set it in cluster.env"),
+        ({"RL_RETRY_SECONDS": "soon"}, "RL_RETRY_SECONDS = soon: must be a number of seconds"),
         ({"MASTER_PORT": "80"}, "MASTER_PORT = 80: must be a port"),
         ({"RL_CLUSTER_ENV": "/nowhere"}, "RL_CLUSTER_ENV = /nowhere: there is no such file"),
         ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "write %a where they differ"),
