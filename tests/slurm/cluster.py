@@ -137,7 +137,8 @@ class Cluster:
         self._spawn(
             *("munged", "--foreground", f"--key-file={f}/munge.key", f"--socket={f}/munge.sock"),
             *(f"--pid-file={f}/munge.pid", f"--log-file={f}/log/munge.log"),
-            f"--seed-file={f}/munge.seed",
+            # Its two threads would serve all nodes here, each of which has its own on a cluster.
+            *(f"--seed-file={f}/munge.seed", "--num-threads=10"),
         )
         _until(lambda: (f / "munge.sock").exists(), 10, "munged")
         self._controller = self._spawn("slurmctld", "-D")
